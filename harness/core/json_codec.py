@@ -181,7 +181,8 @@ def _explained(text: str, cls: type[Any], value: Any) -> str:
     # other wording is passed on as it is
     expected = re.fullmatch(r"Expected `(.*)`, got `(.*)`", message)
     values: tuple[str, ...] = ()
-    record: type[Any] | None = cls
+    # Any: mypy takes a class for unhashable
+    record: Any = cls
     for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
         if index == "..." and expected is not None:
             for key, item in value.items():
@@ -254,7 +255,9 @@ def _plan(cls: type[Any]) -> Mapping[str, _Field]:
         plan[field.name] = _Field(
             name=field.name,
             default=field.default if field.default_factory is MISSING else field.default_factory(),
-            record=next((kind for kind in named if is_dataclass(kind)), None),
+            record=next(
+                (kind for kind in named if isinstance(kind, type) and is_dataclass(kind)), None
+            ),
             free=Any in named,
             keys=next(
                 (
@@ -286,7 +289,8 @@ def _types_in(hint: Any) -> Iterator[Any]:
 
 def _fields_of(record: Any, *, sparse: bool) -> dict[str, Any]:
     fields_by_name: dict[str, Any] = {}
-    for name, field in _plan(type(record)).items():
+    cls: Any = type(record)
+    for name, field in _plan(cls).items():
         value, default = getattr(record, name), field.default
         if sparse and (value is default or _same(value, default)):
             continue
@@ -376,7 +380,7 @@ class _Instead:
         return f"a value that {type(self).__name__}"
 
 
-def _refuse_unknown(value: Any, cls: type[Any], path: str) -> None:
+def _refuse_unknown(value: Any, cls: Any, path: str) -> None:
     """Raise for a field that ``cls`` does not have, which msgspec would ignore in a dataclass, and
     for what is no JSON in a free-form mapping, which it would let through.
     """

@@ -139,9 +139,9 @@ class VirtualLoop(base_events.BaseEventLoop):
             if not handle._cancelled:
                 handle._run()
 
-    def run_in_executor(
+    def run_in_executor(  # type: ignore[override]  # the supertype's type variables say no more
         self, executor: Any, func: Callable[..., Any], *args: Any
-    ) -> asyncio.Future[Any]:  # type: ignore[override]
+    ) -> asyncio.Future[Any]:
         """Run ``func`` inline."""
         # a worker thread would make the order of events depend on real time
         future: asyncio.Future[Any] = self.create_future()

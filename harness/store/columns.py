@@ -146,7 +146,8 @@ def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
         TraceError: the batch or a row of it is not what a trace holds.
     """
     validate(batch)
-    kinds, indexes, times, bodies, integers = (batch.column(i).to_pylist() for i in range(1, 6))
+    columns: list[list[Any]] = [batch.column(i).to_pylist() for i in range(1, 6)]
+    kinds, indexes, times, bodies, integers = columns
     arrays: Any = batch.column(6)
     # `values` are the arrays of all rows, one after the other
     ends = arrays.offsets.to_pylist()

@@ -199,17 +199,10 @@ class Stream:
         was not closed.
         """
         with self.located():
-            try:
-                message = self._message()
-                if message is None:
-                    return None
-                checksum = self._source.checksum
-                seal = self._message()
-            except _CutError:
-                seal = None
-            if seal is None:
-                self._check_cut()
+            messages = self._batch_and_seal()
+            if messages is None:
                 return None
+            message, checksum, seal = messages
             body = read_seal(_batch(seal))
             if body is None:
                 raise TraceError("a batch is not followed by its seal")
@@ -221,6 +214,21 @@ class Stream:
                 )
             self.state = state
             return _batch(message)
+
+    def _batch_and_seal(self) -> tuple[pa.Message, int, pa.Message] | None:
+        """Return the message of a batch with its checksum, and that of its seal."""
+        try:
+            message = self._message()
+            if message is None:
+                return None
+            checksum = self._source.checksum
+            seal = self._message()
+            if seal is not None:
+                return message, checksum, seal
+        except _CutError:
+            pass
+        self._check_cut()
+        return None
 
     def _check_cut(self) -> None:
         """Accept a file that ends inside a batch, unless it was closed."""

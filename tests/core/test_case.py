@@ -1,4 +1,4 @@
-"""Cases: what a counterexample from elsewhere may hold, told before anything runs."""
+"""Cases: what a counterexample from elsewhere may hold, refused before anything runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_json_form_is_read_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "told"),
+    ("place", "value", "message"),
     [
         (("flavour",), ["vllm"], "flavour must be str, not a list of 1"),
         (("partial",), "no", "partial must be bool, not 'no'"),
@@ -49,13 +49,13 @@ def test_the_json_form_is_read_back() -> None:
         (("actions", 0, "when", "tokens"), "1", r"actions\[0\]\.when\.tokens must be int, not '1'"),
     ],
 )
-def test_a_field_of_a_wrong_type_is_told(place: tuple[Any, ...], value: Any, told: str) -> None:
-    """By its name, as an error of the file: a run would crash on it as if rollproof were at fault."""
+def test_a_field_of_a_wrong_type_is_named(place: tuple[Any, ...], value: Any, message: str) -> None:
+    """The error names the field of the file: a run would crash on it as if by a rollproof bug."""
     data = copy.deepcopy(_CASE.to_dict())
     holder: Any = data
     for key in place[:-1]:
         holder = holder[key]
     holder[place[-1]] = value
 
-    with pytest.raises(CaseError, match=f"This is not a case: {told}"):
+    with pytest.raises(CaseError, match=f"This is not a case: {message}"):
         Case.from_dict(data)

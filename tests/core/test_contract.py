@@ -53,7 +53,7 @@ def test_json_round_trip() -> None:
     ],
 )
 def test_problems_are_named(changes: dict[str, Any], problem: str) -> None:
-    """What is missing, ill-typed or contradictory is refused with the field and the valid values."""
+    """Missing, ill-typed and contradictory values are refused with the field and the valid ones."""
     with pytest.raises(ContractError, match=problem):
         contract(**changes)
 
@@ -78,7 +78,7 @@ def test_a_filler_that_no_value_of_the_type_can_be_is_refused() -> None:
 
 
 def test_routes_fields_without_routes_contradict() -> None:
-    """A contract without rows may not declare route fields, so that nothing is checked by accident."""
+    """A contract without rows may not declare route fields, so none is checked by accident."""
     with pytest.raises(ContractError, match="rows='none' contradicts the declared"):
         contract(rows="none", top_k=2)
 
@@ -92,7 +92,7 @@ def test_all_problems_come_at_once() -> None:
 
 
 @pytest.mark.parametrize("data", [{}, {"rows": "T-1"}, {"rows": "none", "colour": 1}])
-def test_from_dict_refuses_what_is_not_a_contract(data: dict[str, Any]) -> None:
+def test_from_dict_refuses_other_data(data: dict[str, Any]) -> None:
     """Missing and unknown keys are refused in our own words."""
     with pytest.raises(ContractError):
         Contract.from_dict(data)

@@ -14,7 +14,7 @@ from rollproof.verification.runner import run_case
 from tests.support.faulty_subjects import Correct
 
 
-def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_file_is_replaced_completely_and_leaves_no_other(tmp_path: Path) -> None:
     """The old content gives way to the new, missing folders are made, and no temporary file stays
     behind.
     """
@@ -106,7 +106,7 @@ def test_places_are_tried_without_a_trace(tmp_path: Path) -> None:
         check_folder(tmp_path / "file" / "deep")
 
 
-def test_what_cannot_be_written_is_kept_elsewhere(
+def test_unwritable_text_is_saved_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A report whose place broke meanwhile is kept in the folder for temporary files, and where is
@@ -115,12 +115,12 @@ def test_what_cannot_be_written_is_kept_elsewhere(
     (tmp_path / "spare").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spare"))
-    told = write_or_keep(tmp_path / "file" / "report.json", "all of it")
+    note = write_or_keep(tmp_path / "file" / "report.json", "all of it")
 
-    (kept,) = (tmp_path / "spare").glob("*/report.json")
-    assert f"Cannot write {tmp_path}/file/report.json: Not a directory" in str(told)
-    assert str(told).endswith(f"It was kept as {kept}.")
-    assert "all of it" == kept.read_text()
+    (saved,) = (tmp_path / "spare").glob("*/report.json")
+    assert f"Cannot write {tmp_path}/file/report.json: Not a directory" in str(note)
+    assert str(note).endswith(f"It was kept as {saved}.")
+    assert "all of it" == saved.read_text()
     assert write_or_keep(tmp_path / "fine.json", "") is None
 
 

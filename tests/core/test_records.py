@@ -9,7 +9,7 @@ from rollproof.core.records import Request, Span, as_logprobs, as_routes, as_tok
 from rollproof.errors import SubjectError
 
 
-def test_unknown_versions_cover_what_no_span_does() -> None:
+def test_versions_are_unknown_outside_of_spans() -> None:
     """Tokens outside all spans are unknown, and spans may reach beyond the tokens."""
     assert [None, 1, 1, None, 2] == spread(
         [Span(start=1, end=3, version=1), Span(start=4, end=9, version=2)], 5

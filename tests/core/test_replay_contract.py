@@ -1,4 +1,4 @@
-"""Replay terms: complete or refused, with every problem named at once, and carried by a contract."""
+"""Replay terms are complete, or refused with every problem at once; a contract holds them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_problems_are_named(changes: dict[str, Any], problem: str) -> None:
         declared(**changes)
 
 
-def test_terms_and_their_fields_are_given_once() -> None:
+def test_terms_and_their_fields_exclude_each_other() -> None:
     """A contract is not made of terms and fields that may contradict them."""
     terms = ReplayTerms(mode=ReplayMode.R3, free_rows=FreeRows.NATIVE, vocab=96)
     with pytest.raises(

@@ -1,6 +1,4 @@
-"""Spy: rows are told by tokens or places, gradients by sketches, and failures are raised where a
-step says.
-"""
+"""The spy identifies rows by tokens or places, sketches gradients, and raises planned failures."""
 
 from __future__ import annotations
 
@@ -27,17 +25,17 @@ STEP = Step(
 )
 
 
-def test_tokens_tell_sample_and_position() -> None:
+def test_tokens_identify_sample_and_position() -> None:
     """Every token of a step is its own, so it says which row it is; any other token is padding."""
     tokens = [token for sample in SAMPLES for token in sample.prompt_ids + sample.response_ids]
     samples, positions = identify([*tokens, 0, -1], SAMPLES)
 
     assert len(set(tokens)) == len(tokens)
-    assert [i for i, one in enumerate(SAMPLES) for _ in range(one.total)] + [
+    assert [i for i, sample in enumerate(SAMPLES) for _ in range(sample.total)] + [
         -1,
         -1,
     ] == samples.tolist()
-    assert [p for one in SAMPLES for p in range(one.total)] + [-1, -1] == positions.tolist()
+    assert [p for sample in SAMPLES for p in range(sample.total)] + [-1, -1] == positions.tolist()
 
 
 def test_a_routing_map_becomes_ids() -> None:
@@ -49,7 +47,7 @@ def test_a_routing_map_becomes_ids() -> None:
     assert (0, 2) == ids_of_map(np.zeros((0, 4)), 2).shape
 
 
-def test_calls_are_told_with_phase_rank_and_microbatch() -> None:
+def test_calls_are_recorded_with_phase_rank_and_microbatch() -> None:
     """What a spy takes says where and when it was."""
     spy = Spy(STEP, rank=3)
     spy.microbatch = 1
@@ -123,18 +121,18 @@ def test_the_distance_of_sketches_estimates_the_distance_of_arrays() -> None:
     sketches.
     """
     random = np.random.default_rng(2)
-    true, told = [], []
+    distances, estimates = [], []
     for _ in range(200):
-        one, two = random.standard_normal((2, 40))
-        true.append(float(((one - two) ** 2).sum()))
-        told.append(float(np.mean((sketch(one)[1:] - sketch(two)[1:]) ** 2)))
+        first, second = random.standard_normal((2, 40))
+        distances.append(float(((first - second) ** 2).sum()))
+        estimates.append(float(np.mean((sketch(first)[1:] - sketch(second)[1:]) ** 2)))
 
-    assert np.mean(told) == pytest.approx(np.mean(true), rel=0.1)
+    assert np.mean(estimates) == pytest.approx(np.mean(distances), rel=0.1)
     assert sketch(np.arange(9.0)).tolist() == sketch(np.arange(9.0).reshape(3, 3)).tolist()
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("values", "message"),
     [
         ({"layer": "x"}, "got layer 'x', microbatch 0, model 'policy'"),
         ({"layer": 1.5}, "got layer 1.5"),
@@ -144,11 +142,11 @@ def test_the_distance_of_sketches_estimates_the_distance_of_arrays() -> None:
         ({"positions": [0.5]}, "positions float64"),
     ],
 )
-def test_values_that_no_event_holds_are_refused(told: dict[str, Any], message: str) -> None:
+def test_values_that_no_event_holds_are_refused(values: dict[str, Any], message: str) -> None:
     """What an event would store as something else (2**40 as 0, half a position as 0) is refused."""
     spy = Spy(STEP)
     with pytest.raises(SubjectError, match=re.escape(message)):
-        spy.routed(**{"layer": 0, "experts": [[0, 1]], "samples": [0], "positions": [0], **told})
+        spy.routed(**{"layer": 0, "experts": [[0, 1]], "samples": [0], "positions": [0], **values})
 
     assert [] == spy.events
 

@@ -21,7 +21,7 @@ class Server(asyncio.Protocol):
     """Keeps what it hears, and of whom."""
 
     def __init__(self) -> None:
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.callers: list[str] = []
         self.lost: list[Exception | None] = []
 
@@ -29,7 +29,7 @@ class Server(asyncio.Protocol):
         self.transport: Any = transport
 
     def data_received(self, data: bytes) -> None:
-        self.heard.append(data)
+        self.received.append(data)
         self.callers.append(WHO.get())
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -56,7 +56,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_what_is_written_arrives_in_order_and_before_the_end() -> None:
+def test_data_arrives_in_order_and_before_the_end() -> None:
     """Also what was written just before the connection was closed."""
 
     async def work(server: Server) -> None:
@@ -65,14 +65,14 @@ def test_what_is_written_arrives_in_order_and_before_the_end() -> None:
         writer.write(b"two")
         writer.close()
         await settle()
-        assert [b"one", b"two"] == server.heard
+        assert [b"one", b"two"] == server.received
         assert [None] == server.lost
 
     on_network(work)
 
 
-def test_what_came_while_reading_was_paused_is_not_overtaken() -> None:
-    """Bytes keep their order over a pause, also those that arrive while the old ones are handed on."""
+def test_data_that_arrived_during_a_pause_is_not_overtaken() -> None:
+    """Bytes keep their order over a pause, also those that arrive while it ends."""
 
     async def work(server: Server) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", 80)
@@ -80,12 +80,12 @@ def test_what_came_while_reading_was_paused_is_not_overtaken() -> None:
         writer.write(b"one")
         writer.write(b"two")
         await settle()
-        assert [] == server.heard
+        assert [] == server.received
         server.transport.resume_reading()
         writer.write(b"three")
         await settle()
         writer.close()
-        assert b"onetwothree" == b"".join(server.heard)
+        assert b"onetwothree" == b"".join(server.received)
 
     on_network(work)
 
@@ -102,7 +102,7 @@ def test_an_abort_is_a_reset_for_the_other_side() -> None:
     on_network(work)
 
 
-def test_where_nobody_listens_a_connection_is_refused() -> None:
+def test_a_connection_without_a_server_is_refused() -> None:
     """On another port, and on one that was closed."""
 
     async def work(_server: Server) -> None:
@@ -128,7 +128,7 @@ def test_a_socket_that_is_connected_first_stands_for_the_connection() -> None:
         transport, _ = await loop.create_connection(asyncio.Protocol, sock=sock)
         transport.write(b"one")
         await settle()
-        assert [b"one"] == server.heard
+        assert [b"one"] == server.received
         assert -1 == sock.fileno(), "the real socket is given back"
 
     on_network(work)

@@ -7,7 +7,7 @@ import numpy as np
 from rollproof.simulation.mutation_guard import WATCH, Watch, lend, same
 
 
-def test_changes_are_told_by_key() -> None:
+def test_changes_are_reported_by_key() -> None:
     """Added, removed and changed keys are named with their values."""
     watch = Watch()
     params = watch.lend("sampling_params", {"max_tokens": 8, "top_p": 1.0})
@@ -20,7 +20,7 @@ def test_changes_are_told_by_key() -> None:
     ) == watch.changed()
 
 
-def test_unchanged_objects_are_not_told() -> None:
+def test_unchanged_objects_are_not_reported() -> None:
     """A stack that works on a copy is not blamed."""
     watch = Watch()
     watch.lend("prompt_ids", [1, 2])
@@ -30,7 +30,7 @@ def test_unchanged_objects_are_not_told() -> None:
     assert () == watch.changed()
 
 
-def test_growing_lists_and_written_arrays_are_told() -> None:
+def test_growing_lists_and_written_arrays_are_reported() -> None:
     """A longer list and a changed array are named."""
     watch = Watch()
     watch.lend("prompt_ids", [1, 2]).append(3)

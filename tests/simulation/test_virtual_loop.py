@@ -28,12 +28,12 @@ def test_sleeping_takes_no_real_time() -> None:
 
 
 async def _race(log: list[tuple[float, int]], delays: list[float]) -> None:
-    async def one(number: int, delay: float) -> None:
+    async def sleeper(number: int, delay: float) -> None:
         for _ in range(5):
             await asyncio.sleep(delay)
             log.append((asyncio.get_running_loop().time(), number))
 
-    await asyncio.gather(*(one(i, delay) for i, delay in enumerate(delays)))
+    await asyncio.gather(*(sleeper(i, delay) for i, delay in enumerate(delays)))
 
 
 def test_one_program_has_one_order() -> None:

@@ -64,7 +64,7 @@ def test_a_rollout_that_never_awaits_hangs(subject: type) -> None:
 
 
 def test_a_campaign_ends_after_two_of_them() -> None:
-    """Each costs minutes: what was judged until then is told, checks that saw nothing are unknown,
+    """Each costs minutes: results until then are reported, checks that saw nothing are unknown,
     and the note says where it loops.
     """
     report = run_conformance(Busy, cases=[CASE] * 5, canary=False)
@@ -83,7 +83,7 @@ def test_a_campaign_ends_after_two_of_them() -> None:
     ("method", "message"),
     [("start", "`start` never ended: a step did not end"), ("stop", "when its rollouts had ended")],
 )
-def test_a_start_or_stop_that_never_awaits_is_told(method: str, message: str) -> None:
+def test_a_start_or_stop_that_never_awaits_is_reported(method: str, message: str) -> None:
     """Such a subject cannot be run, and the error says where it loops."""
 
     def loops(self: AsSampled, *_args: Any) -> None:
@@ -94,10 +94,10 @@ def test_a_start_or_stop_that_never_awaits_is_told(method: str, message: str) ->
         run_case(type("Looping", (AsSampled,), {method: loops}), CASE)
 
 
-def test_a_loop_that_handles_every_exception_is_told_on_standard_error(
+def test_a_loop_that_handles_every_exception_is_reported_on_standard_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Python cannot end it from outside, so the user is told to."""
+    """Python cannot end it from outside, so the user is asked to do it."""
 
     class Stubborn(AsSampled):
         async def rollout(self, request: Request) -> Any:
@@ -158,7 +158,7 @@ def test_a_standard_error_that_is_closed_stops_nothing(monkeypatch: pytest.Monke
     assert "a step did not end" in (result_of(run_case(Busy, CASE)).error or "")
 
 
-def test_a_task_that_is_left_over_and_never_ends_is_told() -> None:
+def test_a_leftover_task_that_never_ends_is_reported() -> None:
     """Each case would take minutes, and nobody would know why."""
 
     class Lingering(AsSampled):
@@ -208,7 +208,7 @@ def test_many_slow_steps_are_none_that_never_ends() -> None:
     assert result_of(run_case(Slow, CASE)).error is None
 
 
-def test_a_step_that_waits_for_the_processor_is_not_given_up(
+def test_a_step_that_waits_for_the_processor_is_not_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Real time alone is not enough: a step without processor time has five times as long."""
@@ -224,7 +224,7 @@ def test_a_step_that_waits_for_the_processor_is_not_given_up(
     assert result_of(run_case(Starved, CASE)).error is None
 
 
-def test_nothing_is_given_up_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_ended_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 turns it off; what is no number of seconds is refused."""
     monkeypatch.setenv(watchdog.VARIABLE, "0")
     assert 0.0 == watchdog.limit()
@@ -313,7 +313,7 @@ def alarms() -> Iterator[list[int]]:
     signal.signal(signal.SIGALRM, before)
 
 
-def test_a_watchdog_within_a_step_of_another_ends_what_is_its_own() -> None:
+def test_nested_watchdogs_end_their_own_steps() -> None:
     """Each has its own limit, and goes on when the other has ended."""
     with watchdog.Watchdog(lambda: 0, 60.0) as outer, watchdog.Watchdog(lambda: 0, 0.2) as inner:
         with pytest.raises(watchdog.GivenUp):

@@ -22,7 +22,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, "0.3")
 
 
-def test_rows_of_a_batch_that_never_end_are_told() -> None:
+def test_rows_of_a_batch_that_never_end_are_reported() -> None:
     """They are read by the adapter, whose fault it is."""
 
     class Looping(Padder):
@@ -37,7 +37,7 @@ def test_rows_of_a_batch_that_never_end_are_told() -> None:
         judge_batches(Looping)
 
 
-def test_a_conversion_that_never_ends_is_a_refusal_and_the_last_one() -> None:
+def test_a_conversion_that_never_ends_is_a_refusal_and_the_last() -> None:
     """The other batches would take as long each."""
 
     class Looping(Padder):
@@ -54,7 +54,7 @@ def test_a_conversion_that_never_ends_is_a_refusal_and_the_last_one() -> None:
 
 @pytest.mark.parametrize("handles", ["returns", "raises", "is cancelled"])
 def test_a_conversion_that_handles_its_end_is_a_refusal_all_the_same(handles: str) -> None:
-    """What it does then is no outcome of its own, and each of the other batches would take as long."""
+    """What it does then is no outcome of its own, and the other batches would take as long."""
 
     class Handling(Padder):
         async def collate(self, samples: Any) -> Any:  # type: ignore[override]  # a conversion may be async
@@ -78,7 +78,7 @@ def test_a_conversion_that_handles_its_end_is_a_refusal_all_the_same(handles: st
     assert "a step did not end within" in accepts.findings[0].observed
 
 
-def test_rows_that_handle_their_end_are_told() -> None:
+def test_rows_that_handle_their_end_are_reported() -> None:
     """As those that do not."""
 
     class Handling(Padder):

@@ -93,7 +93,7 @@ def test_every_kind_of_event_is_drawn(kind: str, tmp_path: Path) -> None:
     trip()
 
 
-def test_episodes_are_read_one_by_one_and_may_be_skipped(tmp_path: Path) -> None:
+def test_episodes_are_read_in_turn_and_may_be_skipped(tmp_path: Path) -> None:
     """A reader that takes only a part of an episode finds the next one whole, and the ending counts
     all of them.
     """
@@ -190,8 +190,8 @@ def test_killed_writer_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
         assert reader.ending is not None and reader.ending.closed
 
 
-def test_what_is_flushed_can_be_read_while_writing(tmp_path: Path) -> None:
-    """A reader of a file that is still being written sees what was flushed, and is told that it is
+def test_flushed_events_can_be_read_while_writing(tmp_path: Path) -> None:
+    """A reader of a file that is still being written sees what was flushed, and learns that it is
     not closed.
     """
     path = tmp_path / "trace.arrow"
@@ -207,7 +207,7 @@ def test_what_is_flushed_can_be_read_while_writing(tmp_path: Path) -> None:
         )
 
 
-def test_two_writers_are_kept_apart(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     """A second writer of the same file is refused while the first is at work, and overwriting does
     not empty the file first.
     """
@@ -226,7 +226,7 @@ def test_arrays_are_copied_in_and_viewed_out(tmp_path: Path) -> None:
     read-only view, not a copy.
     """
     routes = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
-    kept = routes.copy()
+    written = routes.copy()
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
         writer.append(
@@ -240,7 +240,7 @@ def test_arrays_are_copied_in_and_viewed_out(tmp_path: Path) -> None:
         routes[:] = -1
     (event,) = TraceReader(path)
     assert isinstance(event, Reply) and event.output.routes is not None
-    assert np.array_equal(kept, event.output.routes)
+    assert np.array_equal(written, event.output.routes)
     assert not event.output.routes.flags.writeable and event.output.routes.base is not None
     with pytest.raises(ValueError, match="read-only"):
         event.output.routes[0] = 0
@@ -250,19 +250,22 @@ def test_arrays_are_copied_in_and_viewed_out(tmp_path: Path) -> None:
 def test_layout_of_an_array_does_not_matter(tmp_path: Path, order: str) -> None:
     """Fortran order, big-endian and strided arrays come back with equal values, little-endian."""
     base = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
-    given = {
+    layouts = {
         "C": base,
         "F": np.asfortranarray(base),
         "big-endian": base.astype(">u2"),
         "strided": np.repeat(base, 2, axis=0)[::2],
-    }[order]
+    }
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
         writer.append(
             Reply(
                 call_id=0,
                 output=EngineOutput(
-                    token_ids=(1,), logprobs=None, routes=given, finish_reason=FinishReason.STOP
+                    token_ids=(1,),
+                    logprobs=None,
+                    routes=layouts[order],
+                    finish_reason=FinishReason.STOP,
                 ),
             )
         )
@@ -321,7 +324,7 @@ def test_memory_stays_flat_while_reading(tmp_path: Path) -> None:
     assert grown < 40
 
 
-class Stray(Admit):
+class UnknownAdmit(Admit):
     """An event that no trace knows."""
 
 
@@ -360,10 +363,13 @@ class Stray(Admit):
             ),
             r"output.routes must be an array of bool or int8 .* not of object",
         ),
-        (Stray(call_id=0, server_id="s"), "Stray is not a kind of event that a trace holds"),
+        (
+            UnknownAdmit(call_id=0, server_id="s"),
+            "UnknownAdmit is not a kind of event that a trace holds",
+        ),
     ],
 )
-def test_what_no_trace_can_hold_is_refused_and_the_file_stays_whole(
+def test_unstorable_events_are_refused_and_the_file_stays_readable(
     tmp_path: Path, event: Event, text: str
 ) -> None:
     """An event with a value that cannot be stored raises TraceError with its place; events before
@@ -379,7 +385,7 @@ def test_what_no_trace_can_hold_is_refused_and_the_file_stays_whole(
     assert [before, after] == list(TraceReader(path))
 
 
-def test_error_texts_with_lone_surrogates_are_kept_as_escapes(tmp_path: Path) -> None:
+def test_lone_surrogates_are_stored_as_escapes(tmp_path: Path) -> None:
     """A text that is no Unicode (an undecodable file name in an error) is stored escaped rather
     than refused.
     """
@@ -414,7 +420,7 @@ def test_wrong_use_of_a_writer(tmp_path: Path) -> None:
         TraceReader(tmp_path / "nothing")
 
 
-def test_full_disk_is_told_and_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
     """Where a flush fails the writer says so in our words, closes, and what was flushed before
     stays readable.
     """
@@ -433,7 +439,8 @@ def test_full_disk_is_told_and_loses_nothing_that_was_flushed(tmp_path: Path) ->
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         routes = np.zeros((1 << 17, 1, 1), np.uint8)
-        output = EngineOutput(token_ids=(1,), logprobs=None, routes=routes, finish_reason=FinishReason.STOP)
+        stop = FinishReason.STOP
+        output = EngineOutput(token_ids=(1,), logprobs=None, routes=routes, finish_reason=stop)
         writer.append(Reply(index=1, call_id=0, output=output))
         try:
             writer.flush()

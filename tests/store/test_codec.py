@@ -157,7 +157,7 @@ def _header(value: Any) -> Header:
     ],
 )
 def test_free_form_values_come_back(value: Any) -> None:
-    """What JSON cannot spell, and keys that look like our own marks, survive in free-form mappings."""
+    """Values that JSON cannot spell, and keys like our own marks, survive in free-form mappings."""
     assert alike({"key": value}, from_json(Header, to_json(_header(value))).case)
 
 
@@ -171,7 +171,7 @@ def test_free_form_values_are_made_plain() -> None:
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, object(), {1, 2}, b"x", {"a": object()}])
-def test_what_is_not_plain_is_refused(value: object) -> None:
+def test_values_that_are_no_json_are_refused(value: object) -> None:
     """Whole numbers beyond 64 bits, bytes, sets and objects are no JSON values."""
     with pytest.raises(
         Misfit, match=r"^case\['key'\].* must (be a JSON value, not .+|fit 64 bits)"
@@ -189,7 +189,7 @@ def test_cycles_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_numpy_scalars_are_taken_as_what_they_are() -> None:
+def test_numpy_scalars_are_stored_as_python_numbers() -> None:
     """A numpy number in a scalar field is stored as the Python number of equal value."""
     encoded = codec.encode_event(Gauge(name="x", value=np.float64(2.5), phase="end"))
     assert {"kind": "gauge", "name": "x", "value": 2.5, "phase": "end"} == encoded

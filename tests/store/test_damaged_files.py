@@ -1,4 +1,4 @@
-"""Damaged, truncated and foreign Arrow traces: correct events or a TraceError, never anything else."""
+"""Damaged, truncated and foreign Arrow traces give correct events or a TraceError."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def places(data: bytes, path: Path) -> list[int]:
     return sorted(place for place in near if 0 <= place < len(data))
 
 
-def check_outcome(data: bytes, path: Path, whole: list[Header | Event], original: bytes) -> None:
+def check_outcome(data: bytes, path: Path, records: list[Header | Event], original: bytes) -> None:
     """What is read is a beginning of what was written; an incomplete reading ends with an error or
     says that the file is not closed.
     """
     path.write_bytes(data)
     seen, reader, error = take(path)
-    assert len(seen) <= len(whole)
-    assert all(map(alike, seen, whole))
-    if error is None and len(seen) < len(whole):
+    assert len(seen) <= len(records)
+    assert all(map(alike, seen, records))
+    if error is None and len(seen) < len(records):
         assert reader is not None and reader.ending is not None and not reader.ending.closed
     if error is not None:
         assert str(path) in str(error)
@@ -75,13 +75,13 @@ def test_cut_at_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
     that nothing can be read.
     """
     data, episodes = sound
-    whole = flat(episodes)
+    records = flat(episodes)
     path = tmp_path / "trace.arrow"
     counts = []
     for cut in places(data, path):
         path.write_bytes(data[:cut])
         seen, reader, error = take(path)
-        assert all(map(alike, seen, whole))
+        assert all(map(alike, seen, records))
         if reader is None:
             assert error is not None and not seen
             assert "before its first header" in str(error)
@@ -90,7 +90,7 @@ def test_cut_at_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
             assert reader.ending is not None and not reader.ending.closed
         counts.append(len(seen))
     assert sorted(counts) == counts
-    assert {0, 1, 6, len(whole)} <= set(counts)
+    assert {0, 1, 6, len(records)} <= set(counts)
 
 
 def test_flip_of_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_flip_of_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None
     how much before it is sound.
     """
     data, episodes = sound
-    whole = flat(episodes)
+    records = flat(episodes)
     path = tmp_path / "trace.arrow"
     draw = random.Random(0)
     for place in places(data, path):
         changed = bytearray(data)
         changed[place] ^= draw.choice([1, 0x80, 0xFF, draw.randrange(1, 256)])
-        check_outcome(bytes(changed), path, whole, data)
+        check_outcome(bytes(changed), path, records, data)
 
 
 @settings(
@@ -129,20 +129,20 @@ def test_any_vandalism(
     """
     data, episodes = sound
     out = bytearray(data)
-    for what, a, b in deeds:
+    for deed, a, b in deeds:
         a, b = sorted((a % (len(out) + 1), b % (len(out) + 1)))
         piece = bytes(out[a:b])
-        if what == "set" and a < len(out):
+        if deed == "set" and a < len(out):
             out[a] = b % 256
-        elif what == "cut":
+        elif deed == "cut":
             del out[a:b]
-        elif what == "copy":
+        elif deed == "copy":
             out[a:a] = piece[:5000]
-        elif what == "swap":
+        elif deed == "swap":
             out = bytearray(out[b:] + out[:b])
-        elif what == "zero":
+        elif deed == "zero":
             out[a:b] = bytes(b - a)
-        elif what == "drop":
+        elif deed == "drop":
             del out[b:]
     check_outcome(bytes(out), tmp_path / "trace.arrow", flat(episodes), data)
 
@@ -156,7 +156,7 @@ def test_any_vandalism(
         lambda p: p[1:],
     ],
 )
-def test_whole_batches_out_of_place(
+def test_batches_out_of_place(
     sound: tuple[bytes, Episodes], tmp_path: Path, order: Callable[[list[bytes]], list[bytes]]
 ) -> None:
     """Batches that are swapped, cut out or doubled are each whole, and are seen all the same,
@@ -173,7 +173,7 @@ def test_whole_batches_out_of_place(
     assert all(map(alike, seen, flat(episodes)))
 
 
-def test_two_files_joined_are_told(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
+def test_two_joined_files_are_detected(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
     """Two traces in one file are read up to the end of the first, and then the error guesses what
     happened.
     """

@@ -1,4 +1,4 @@
-"""Forged Arrow traces: whole frames with hostile rows are refused, and told apart from damage."""
+"""Forged Arrow traces: sealed batches with hostile rows are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.support.arrow_files import forge, take
 
 
 def reply(array: str = "null", tokens: str = "[]") -> str:
-    return f'{{"call_id":0,"output":{{"token_ids":{tokens},"logprobs":null,"routes":{array},"finish_reason":"stop"}}}}'
+    output = f'"token_ids":{tokens},"logprobs":null,"routes":{array},"finish_reason":"stop"'
+    return f'{{"call_id":0,"output":{{{output}}}}}'
 
 
 ROUTES = reply('{"$array":0}')
@@ -204,7 +205,7 @@ def test_forged_rows_are_refused(tmp_path: Path, content: dict[str, Any], text: 
         ),
     ],
 )
-def test_what_a_newer_rollproof_writes_is_told_apart_from_damage(
+def test_newer_files_are_distinguished_from_damage(
     tmp_path: Path, content: dict[str, Any], text: str
 ) -> None:
     """An unknown kind, an unknown field, a later schema: TraceVersionError, which names the file
@@ -220,7 +221,7 @@ def test_what_a_newer_rollproof_writes_is_told_apart_from_damage(
 
 
 def test_forgery_itself_is_sound(tmp_path: Path) -> None:
-    """The forged file is refused for its content alone: with honest content the same file is read."""
+    """The forged file is refused for its content alone: with honest content it is read."""
     path = tmp_path / "trace.arrow"
     forge(
         path,

@@ -96,7 +96,7 @@ def test_both_forms_hold_the_same(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_person_sees(tmp_path: Path) -> None:
+def test_the_text_is_readable(tmp_path: Path) -> None:
     """One event a line, ids as lists, routes as nested lists, NaN as a marked null."""
     path = tmp_path / "trace.json"
     output = EngineOutput(
@@ -359,7 +359,7 @@ def test_nesting_that_the_parser_takes_and_we_do_not(tmp_path: Path) -> None:
             load_trace(path)
         except TraceError as error:
             refused += 1
-            assert "nested too deeply" in str(error)  # noqa: PT017 - both outcomes are right; the property is that there is no third
+            assert "nested too deeply" in str(error)  # noqa: PT017 - both are right
     assert 0 < refused < 23
 
 
@@ -373,7 +373,7 @@ def test_nesting_that_the_parser_takes_and_we_do_not(tmp_path: Path) -> None:
         (put(*REPLY, "speed", value=1), r"EngineOutput has the fields .*speed"),
     ],
 )
-def test_newer_traces_are_told_apart(
+def test_newer_traces_are_distinguished(
     tmp_path: Path, change: Callable[[dict[str, Any]], Any], text: str
 ) -> None:
     """What a newer rollproof may have written raises TraceVersionError, which says to upgrade."""
@@ -404,13 +404,13 @@ def test_any_vandalism(tmp_path: Path, deeds: list[tuple[str, int, int]]) -> Non
     path = tmp_path / "trace.json"
     dump_trace(story(), path)
     out = bytearray(path.read_bytes())
-    for what, a, b in deeds:
+    for deed, a, b in deeds:
         a, b = sorted((a % (len(out) + 1), b % (len(out) + 1)))
-        if what == "set" and a < len(out):
+        if deed == "set" and a < len(out):
             out[a] = b % 256
-        elif what == "cut":
+        elif deed == "cut":
             del out[a : a + b % 40]
-        elif what == "copy":
+        elif deed == "copy":
             out[a:a] = out[a : a + b % 40]
     path.write_bytes(out)
     try:
@@ -477,7 +477,7 @@ def test_files_can_be_mailed(tmp_path: Path) -> None:
 
 
 def test_wrong_paths_and_encodings(tmp_path: Path) -> None:
-    """No file, a folder, no folder to write to, text in another encoding: each is told in our
+    """No file, a folder, no folder to write to, text in another encoding: each is reported in our
     words.
     """
     with pytest.raises(UsageError, match="There is no trace at"):
