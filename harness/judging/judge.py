@@ -78,7 +78,7 @@ class _Plan:
         # shortest way.
         kinds = [trace_check.kinds for trace_check in trace_checks]
         if not self.readers or any(
-            kinds_read is not known for kinds_read, known in zip(kinds, self.kinds, strict=True)
+            kinds_read is not cached for kinds_read, cached in zip(kinds, self.kinds, strict=True)
         ):
             self.kinds, self.readers = kinds, {kind: [] for kind in _KINDS}
             for number, (trace_check, (_, collector)) in enumerate(

@@ -125,7 +125,7 @@ class Step:
 
     attempt: The index of the attempt.
     sent: The number of tokens that the call sent.
-    known: The number of tokens that were known.
+    delivered: The number of tokens of the prompt and of everything delivered before.
     agree: How many leading tokens of the two are equal.
     spent: The number of tokens sampled in the current turn among those that the call continues.
     ended: Whether the turn had ended naturally (``stop``), so that only the environment could
@@ -135,7 +135,7 @@ class Step:
 
     attempt: int
     sent: int
-    known: int
+    delivered: int
     agree: int
     spent: int
     ended: bool = False
@@ -144,17 +144,17 @@ class Step:
     @property
     def continues(self) -> bool:
         """Whether the call sent exactly what was known."""
-        return self.agree == self.sent == self.known
+        return self.agree == self.sent == self.delivered
 
     @property
     def restarts(self) -> bool:
         """Whether the call sent a part of what was known, from the start."""
-        return self.agree == self.sent < self.known
+        return self.agree == self.sent < self.delivered
 
     @property
     def after_end(self) -> bool:
         """Whether the call continues a turn that had ended, with or without tokens of its own."""
-        return self.ended and self.agree in (self.sent, self.known)
+        return self.ended and self.agree in (self.sent, self.delivered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +279,7 @@ class _Fold:
     def __init__(
         self, prompt_ids: tuple[int, ...], provenance: Provenance, implicit_turns: bool
     ) -> None:
-        self.known = prompt_ids
+        self.sequence = prompt_ids
         self.base = len(prompt_ids)
         self.runs: list[Run] = []
         self.pieces: tuple[RowPiece, ...] = ()
@@ -294,25 +294,27 @@ class _Fold:
 
     def call(self, number: int, call: Call) -> None:
         """Compare what the call sends with what is known."""
-        sent, known = call.prompt_ids, len(self.known)
-        agree = _common_prefix(sent, self.known)
+        sent, delivered = call.prompt_ids, len(self.sequence)
+        agree = _common_prefix(sent, self.sequence)
         # Stacks that render tool output themselves record no Observation: what a call adds after a
         # natural end is the environment's turn.
-        turn = self._implicit and agree == known < len(sent) and self.finish in _TURN_ENDS
+        turn = self._implicit and agree == delivered < len(sent) and self.finish in _TURN_ENDS
         ended = self._ended and not turn
         if turn:
-            self.environment(sent[known:])
-            known = agree = len(sent)
-        usable = agree if agree == len(sent) else known
+            self.environment(sent[delivered:])
+            delivered = agree = len(sent)
+        usable = agree if agree == len(sent) else delivered
         self.steps.append(
-            Step(number, len(sent), known, agree, max(0, usable - self._turn_start), ended, turn)
+            Step(
+                number, len(sent), delivered, agree, max(0, usable - self._turn_start), ended, turn
+            )
         )
 
     def environment(self, token_ids: tuple[int, ...]) -> None:
         """Append tokens of the environment; they begin a turn."""
-        self.runs.append(Run(len(self.known) - self.base, token_ids, -1, None))
-        self.known += token_ids
-        self._turn_start = len(self.known)
+        self.runs.append(Run(len(self.sequence) - self.base, token_ids, -1, None))
+        self.sequence += token_ids
+        self._turn_start = len(self.sequence)
         self._ended = False
 
     def reply(self, number: int, call: Call, reply: Reply) -> bool:
@@ -328,13 +330,13 @@ class _Fold:
         sent, output = call.prompt_ids, reply.output
         # Every later comparison would start from a wrong prefix, so the fold stops here.
         # stitch.resume-prompt reports the call.
-        if len(sent) < self.base or sent != self.known[: len(sent)]:
+        if len(sent) < self.base or sent != self.sequence[: len(sent)]:
             self.broken = number
             return False
-        if len(sent) < len(self.known):
+        if len(sent) < len(self.sequence):
             self._cut(len(sent))
         self.runs.append(Run(len(sent) - self.base, output.token_ids, number, reply))
-        self.known = sent + output.token_ids
+        self.sequence = sent + output.token_ids
         self.pieces = _add_rows(self.pieces, number, reply, len(sent), self._provenance)
         self.finish, self.last = output.finish_reason, number
         full = call.max_tokens is not None and len(output.token_ids) >= call.max_tokens
@@ -355,10 +357,10 @@ class _Fold:
         self._turn_start = self.base + (turns[-1] if turns else 0)
 
 
-def _common_prefix(sent: tuple[int, ...], known: tuple[int, ...]) -> int:
+def _common_prefix(sent: tuple[int, ...], sequence: tuple[int, ...]) -> int:
     """Return the length of the common prefix."""
-    size = min(len(sent), len(known))
-    a, b = sent[:size], known[:size]
+    size = min(len(sent), len(sequence))
+    a, b = sent[:size], sequence[:size]
     # Tuples compare at the speed of C: tokens are looked at one by one only where the two differ.
     if a == b:
         return size

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollproof.core.events.rollout import Weights
 from rollproof.core.records import Version
-from rollproof.core.trace import Weights
 
 __all__ = ["WeightHistory"]
 

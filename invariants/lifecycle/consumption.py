@@ -25,7 +25,7 @@ class _Junction:
     """A point at which the sequence shows what the stack used: its next call, or the delivered
     sample.
 
-    known: What the previous call had sent.
+    sent: What the previous call had sent.
     added: What follows it now.
     tail: The environment's tokens at the end of ``added``.
     replies: What was delivered in between.

@@ -133,7 +133,7 @@ def _unrecorded_stream(view: RequestView, step: Step) -> bool:
     before = view.attempts[step.attempt - 1] if step.attempt else None
     return (
         before is not None
-        and step.agree == step.known < step.sent
+        and step.agree == step.delivered < step.sent
         and streamed(before)
         and not before.replies
     )
@@ -141,9 +141,9 @@ def _unrecorded_stream(view: RequestView, step: Step) -> bool:
 
 def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collector) -> None:
     base = len(view.request.prompt_ids)
-    known_ids = (view.request.prompt_ids + _delivered_response(view, step))[: step.known]
+    known_ids = (view.request.prompt_ids + _delivered_response(view, step))[: step.delivered]
     sent = attempt.call.prompt_ids
-    delivered = step.known - base
+    delivered = step.delivered - base
     if step.attempt == 0:
         kind = title = "The first call does not send the request's prompt"
         hint = (
@@ -151,7 +151,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             " trainer will see."
         )
     elif step.restarts and step.sent >= base:
-        lost = step.known - step.sent
+        lost = step.delivered - step.sent
         kind = "a call throws away delivered tokens"
         title = (
             f"Call {step.attempt} throws away {share(lost, delivered, 'token')} delivered before it"
@@ -160,10 +160,10 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             "An abort returns what was sampled so far; a resume that does not append it to the"
             " prompt samples those tokens again, under other weights, and pays for them twice."
         )
-    elif step.agree == step.known:
+    elif step.agree == step.delivered:
         kind = "a call sends more than what was delivered"
         title = (
-            f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the"
+            f"Call {step.attempt} sends {count(step.sent - step.delivered, 'token')} more than the"
             " prompt and what was delivered"
         )
         hint = _extra_hint(sent, known_ids, step)
@@ -193,7 +193,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
         title,
         kind=kind,
         expected=(
-            f"prompt ({base}) + delivered response ({delivered}) = {step.known} tokens:"
+            f"prompt ({base}) + delivered response ({delivered}) = {step.delivered} tokens:"
             f" {window(known_ids, step.agree)}"
         ),
         observed=(
@@ -206,7 +206,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
 
 
 def _extra_hint(sent: Sequence[int], known_ids: Sequence[int], step: Step) -> str:
-    extra = tuple(sent[step.known :])
+    extra = tuple(sent[step.delivered :])
     if extra and tuple(known_ids[-len(extra) :]) == extra:
         return (
             "The last delivered tokens were appended twice, as when a reply is added both inside"
@@ -221,7 +221,7 @@ def _extra_hint(sent: Sequence[int], known_ids: Sequence[int], step: Step) -> st
 def _delivered_response(view: RequestView, step: Step) -> tuple[int, ...]:
     """Return what had been delivered when the call was made, as far as the reference goes."""
     ids = view.stitched.response_ids
-    expected = step.known - len(view.request.prompt_ids)
+    expected = step.delivered - len(view.request.prompt_ids)
     if len(ids) >= expected and view.stitched.broken in (None, step.attempt):
         return ids[:expected]
     earlier = [attempt for attempt in view.attempts if attempt.number < step.attempt]
@@ -254,10 +254,10 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
             " environment begin a new turn"
         ),
         observed=(
-            f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and"
+            f"{call_name(attempt)} sends {step.sent} of the {step.delivered} known tokens and"
             " requests more"
         ),
-        where=view.place(call=step.attempt, position=step.known, server=attempt.call.server_id),
+        where=view.place(call=step.attempt, position=step.delivered, server=attempt.call.server_id),
         hint=(
             "Tokens after the end of a sequence are not sampled by the policy; a resume loop"
             " must end on every finish reason except abort."

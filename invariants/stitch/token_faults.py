@@ -47,7 +47,7 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
         kind = "tokens from before a restart"
         title = f"The response is not what was sampled since call {restart.attempt} started again"
         hint = (
-            f"Call {restart.attempt} sent {count(restart.sent, 'token')} of {restart.known},"
+            f"Call {restart.attempt} sent {count(restart.sent, 'token')} of {restart.delivered},"
             " so the tokens after it were sampled without the rest, and tokens from before it"
             " no longer belong to the sample. Resume with them, or drop them."
         )

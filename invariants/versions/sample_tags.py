@@ -267,27 +267,27 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
     # their first token.
     sampled = reply_samplers(view)
     label_sets = [part.accepted for part in sampled]
-    known = [labels for labels in label_sets if labels is not None]
-    in_sample = known[: len(parts)]
+    shown_sets = [labels for labels in label_sets if labels is not None]
+    in_sample = shown_sets[: len(parts)]
     ranks = order(
         view.history,
         [
             key(low),
             key(high),
-            *(label for labels in known for label in labels if label is not None),
+            *(label for labels in shown_sets for label in labels if label is not None),
         ],
     )
     # Labels without an order (strings that were never published) have no smallest or greatest.
     if ranks is None:
         out.absent("the order of the versions is not known")
         return
-    if not count_samplers(parts, out) or len(known) < len(label_sets):
+    if not count_samplers(parts, out) or len(shown_sets) < len(label_sets):
         return
     lowest, highest = _lowest(in_sample, ranks), _highest(in_sample, ranks)
     # Tokens that a limit of the sample cut off may count or not.
     accepted_tags = {
-        "min": {*lowest, *_lowest(known, ranks)},
-        "max": {*highest, *_highest(known, ranks)},
+        "min": {*lowest, *_lowest(shown_sets, ranks)},
+        "max": {*highest, *_highest(shown_sets, ranks)},
     }
     wrong = [
         name for name, tag in (("min", low), ("max", high)) if key(tag) not in accepted_tags[name]
@@ -387,12 +387,13 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
     if low is None or high is None:
         out.absent("the samples do not carry both bounds")
         return
-    known = [
+    candidates = [
         (part, frozenset(label for label in part.accepted or () if label is not None))
         for part in parts
     ]
     ranks = order(
-        view.history, [key(low), key(high), *(label for _, labels in known for label in labels)]
+        view.history,
+        [key(low), key(high), *(label for _, labels in candidates for label in labels)],
     )
     if ranks is None:
         out.absent(
@@ -403,12 +404,12 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
     # A token is outside the bounds only if every version that may have sampled it is.
     older = [
         part
-        for part, labels in known
+        for part, labels in candidates
         if labels and max(ranks[label] for label in labels) < ranks[key(low)]
     ]
     newer = [
         part
-        for part, labels in known
+        for part, labels in candidates
         if labels and min(ranks[label] for label in labels) > ranks[key(high)]
     ]
     if newer and case_actions(view.header, "skew"):

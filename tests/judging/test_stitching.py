@@ -145,7 +145,7 @@ class TestExamples:
         assert (1, (11, 12)) == (stitched.broken, stitched.response_ids)
         assert (5, 5, 4) == (
             stitched.steps[1].sent,
-            stitched.steps[1].known,
+            stitched.steps[1].delivered,
             stitched.steps[1].agree,
         )
 

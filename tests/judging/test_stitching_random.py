@@ -242,7 +242,7 @@ def _mutate_overtaking(fold: Any, number: int, call: Call, reply: Reply) -> bool
 
 
 def _mutate_environment(fold: Any, token_ids: tuple[int, ...]) -> None:
-    fold.known += token_ids  # stands in the context, but not in the response
+    fold.sequence += token_ids  # stands in the context, but not in the response
 
 
 @pytest.mark.parametrize(
