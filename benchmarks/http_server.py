@@ -6,8 +6,8 @@
 Goals: at least 1,000 replies of SGLang's ``/generate`` a second, each with 32 tokens, logprobs and
 routes of 48 layers, top-8 (80 kB of base64), with the trace written to a file; chats not slower
 than the fastest of the mock servers of the package index (``pip install fakellm llmock xpyd-sim``,
-told to take no time); and memory that does not grow. vllm-mock has no server, guidellm's requires
-torch and transformers, mockllm downloads a tokenizer.
+configured to take no time); and memory that does not grow. vllm-mock has no server, guidellm's
+requires torch and transformers, mockllm downloads a tokenizer.
 
 Each server is a process of its own, pinned to one core, and the client to another. Rounds alternate
 between servers, and the best of each counts; the processor time of a request changes less on a busy

@@ -76,6 +76,7 @@ class HttpManager(AsSampled):
             )
             for server_id, engine in fleet.servers.items()
         }
+        # each case has a loop, and a network, of its own
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop), "reference clients are run on the virtual clock"
         loop.network = Network(loop)
@@ -89,6 +90,7 @@ class HttpManager(AsSampled):
         sample.attempts += 1
         body = self.request_body(sample, sent, budget)
         reply = await self.clients[server_id].request("POST", self.path, body)
+        # a 5xx may come from a proxy that lost its server: worth another try, unlike a refusal
         if reply.status >= 500:
             raise ConnectionError(f"status {reply.status}")
         if reply.status >= 400:
@@ -97,6 +99,7 @@ class HttpManager(AsSampled):
 
     def handle(self, sample: PartialSample) -> str:
         """Return the handle of a call; no handle is the beginning of another."""
+        # SGLang aborts by prefix (abort_request, startswith): "r1" would abort "r10", too
         return f"{sample.request.request_id}#{sample.attempts}#"
 
     def request_body(
@@ -189,7 +192,7 @@ class SglangManager(HttpManager):
 
 
 class SglangStreamer(SglangManager):
-    """Reads a stream, each of whose events has all tokens so far."""
+    """Reads a stream of events that each have all tokens so far."""
 
     def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -222,7 +225,7 @@ class VllmManager(HttpManager):
         if budget is not None:
             sampling["max_tokens"] = budget
         if sample.request.want_logprobs:
-            sampling["logprobs"] = 0
+            sampling["logprobs"] = 0  # the sampled token's logprob, and no alternatives
         return {
             "request_id": self.handle(sample),
             "token_ids": list(sent),
@@ -254,7 +257,7 @@ class VllmManager(HttpManager):
 
 
 class VllmStreamer(VllmManager):
-    """Reads a stream, each of whose events has what is new."""
+    """Reads a stream of events that each have what is new."""
 
     def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -266,6 +269,7 @@ class VllmStreamer(VllmManager):
         choices = [choice for event in reply.events() for choice in event["choices"]]
         if not choices or (choices[-1]["finish_reason"] is None and not self.unfinished):
             raise ValueError("the stream ended without a reason")
+        # an event that only ends the call has no tokens, and null for their logprobs
         parts = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
         content = [entry for part in parts for entry in part["content"]]
         joined = {

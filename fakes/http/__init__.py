@@ -1,8 +1,7 @@
-"""HTTP faces of the fake engine: SGLang's and vLLM's servers, as far as reinforcement learning uses
-them, on loopback.
+"""Fake SGLang and vLLM servers on 127.0.0.1, as far as reinforcement learning uses them.
 
-The engine behind a face is the one of every other fake: coded values, the same traces, the same
-faults.
+The engine of a server is the fake engine of every other simulation: coded values, the same traces,
+the same faults.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Samples:
         self._recorder.record(Result(request_id=request_id, rollout=rollout, error=error))
 
     def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
-        """Return the request of a new call, or the call's own handle if it cannot be told."""
+        """Return the request of a new call, or the call's own handle if it is not known."""
         request_id = self._request_of(prompt_ids, rid or "")
         self._count += 1
         self._owners.asks(self._count, request_id)
@@ -97,6 +97,7 @@ class Samples:
                 self._aborted.popitem(last=False)
 
     def _request_of(self, prompt_ids: tuple[int, ...], rid: str) -> str:
+        # in order of certainty: the client says it, the handle says it, the tokens suggest it
         by_header = CURRENT_REQUEST.get()
         if by_header is not None:
             return by_header
@@ -142,9 +143,11 @@ class CallAttribution(Schedule):
     def _perform(self, action: Action, call: InflightCall) -> None:
         effect = perform(FiredAction(cast("Any", self._fleet), action, call))
         if effect is not None:
+            # in the schedule's context: an action is no call of the request that triggered it
             task = asyncio.get_running_loop().create_task(
                 _unless_dead(effect), context=self.context.copy()
             )
+            # the loop refers to tasks weakly: one that nothing else refers to may vanish
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 

@@ -101,8 +101,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or 
 
     @contextmanager
     def answering(self, delivery: Delivery) -> Iterator[None]:
-        """Watch over the answer to one request, in whose task this is called: where the client
-        disconnects, the task is cancelled.
+        """Watch over the answer to one request. If the client disconnects, the current task is
+        cancelled.
         """
         self._unread.append(delivery)
         self._open += 1

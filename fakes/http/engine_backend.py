@@ -55,8 +55,8 @@ class ServeOptions:
     """Options of a fake server.
 
     Attributes:
-        flavour: the release whose conventions the engine has.
-        model: sizes of the model that the coded policy stands for.
+        flavour: the release to emulate.
+        model: sizes of the model.
         engine: options of the fake engine; times in real seconds.
         label: the first weight label.
         seed: seed of the coded policy.
@@ -97,7 +97,7 @@ class CallSpec:
         routes: whether routes are returned.
         logprobs: whether logprobs of sampled tokens are returned.
         routes_start: position of the first row of routes.
-        prompt_logprobs: first token of the prompt whose logprob is returned; -1: none.
+        prompt_logprobs: first token of the prompt that gets a logprob; -1: none.
         top_logprobs: alternatives for each token.
     """
 
@@ -120,8 +120,8 @@ class EngineBackend:
         sinks: take every event as it is recorded.
         keep: keep events in memory, too.
         plan: faults of the wire, and actions of the engine.
-        existing: an engine and its recorder that are there already, such as one of a fleet, whose
-            own schedule of actions holds.
+        existing: an engine and its recorder, such as one of a fleet, with its own schedule of
+            actions.
         first: the first of several servers that share one trace.
         server_id: the id of the server in the trace.
     """
@@ -234,6 +234,7 @@ class EngineBackend:
             if spec.rid in self._rids:
                 raise BadRequest(f"Duplicate request ID detected: {spec.rid}", param="rid")
             self._rids.add(spec.rid)
+        # the engine's hooks look there: a call has no field for the request of its caller
         owner = request.headers.get(OWNER_HEADER)
         token = None if owner is None else CURRENT_REQUEST.set(owner)
         delivery = delivery_of(request.scope)
@@ -244,6 +245,7 @@ class EngineBackend:
             late=delivery.delay,
             caller_left=delivery.is_disconnected,
         )
+        # the first call takes the delay: of several samples, it holds up the whole answer
         delivery.delay = 0.0
         delivery.on_uncertain.append(partial(self._record_uncertain_reply, wire))
         output = None
@@ -303,6 +305,7 @@ class EngineBackend:
         Raises:
             TransferFailed: the schedule of faults says so.
         """
+        # loading the same weights again is no update: KV and rows stay valid
         version = self.version_of(name)
         await self.engine.load(
             version,

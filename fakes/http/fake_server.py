@@ -253,7 +253,8 @@ def _collect(messages: list[Message]) -> Send:
 
 
 def _is_event_stream(start: Message) -> bool:
-    return dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+    media: bytes = dict(start["headers"]).get(b"content-type", b"")
+    return media.startswith(b"text/event-stream")
 
 
 def _planned_status(fault: WireFault) -> Response:

@@ -137,6 +137,7 @@ class WireFault:
 
     def concerns(self, path: str) -> bool:
         """Return whether a request to ``path`` matches; those of ``Teller`` never do."""
+        # what a stack reports is not part of the wire that is tested
         if path.startswith("/rollproof/"):
             return False
         return self.path in ("*", path) or (
@@ -219,6 +220,8 @@ class PlanProgress:
                 or fault.request_id in _ids(body)
             ):
                 continue
+            # every matching request counts, also for a fault that another one precedes: `nth` would
+            # depend on the other faults of the plan
             self._seen[number] = self._seen.get(number, 0) + 1
             spent = fault.times is not None and self._done.get(number, 0) >= fault.times
             if self._is_due(number, fault) and not spent and due is None:
@@ -235,6 +238,7 @@ class PlanProgress:
         if fault.nth:
             return self._seen[number] in fault.nth
         if fault.probability is not None:
+            # a generator for each fault: adding one to a plan leaves the draws of the others alone
             draw = self._draws.setdefault(number, random.Random(f"{self.plan.seed}/{number}"))
             return draw.random() < fault.probability
         return True
@@ -337,6 +341,7 @@ def _wire_fault(number: int, item: Mapping[str, Any]) -> WireFault:
     if item["do"] not in list(WireFaultKind):
         raise UsageError(f"{title}: {_unknown_kind(item['do'], WireFaultKind)}")
     values = dict(item)
+    # a field that is ignored would be a plan that does less than it says
     misplaced = sorted(
         name for name, kinds in _ONLY_OF.items() if name in values and values["do"] not in kinds
     )

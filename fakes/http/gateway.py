@@ -39,7 +39,7 @@ _MAX_BODY = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A server behind a router.
+    """A server that a router forwards to.
 
     Attributes:
         url: its address.
@@ -57,7 +57,7 @@ class Worker:
 
 
 class RouterKind(StrEnum):
-    """Whose router it is."""
+    """The router to emulate."""
 
     GATEWAY = "gateway"
     """SGLang's: workers by id under ``/workers``; it forwards what samples, and knows nothing of
@@ -88,6 +88,7 @@ class SessionRouter:
 
     async def broadcast(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have every living worker answer, and pass on the answer of the last."""
+        # the body is read once, and replayed for each worker
         body = await read_body(Request(scope, receive), _MAX_BODY)
         *others, last = self.living()
         for worker in others:
@@ -140,6 +141,7 @@ class SessionRouter:
 
     def rank(self, worker: Worker) -> tuple[int, ...]:
         """Return what a new call goes to the worker with the least of."""
+        # calls break the tie between idle workers: they take turns
         return worker.load, worker.calls
 
     def end_session(self, session: str) -> None:
@@ -208,6 +210,7 @@ class Gateway(SessionRouter):
         return JSONResponse({"workers": workers, "total": len(workers), "stats": stats})
 
     async def _add(self, request: Request) -> Response:
+        # plain text, in the words of the gateway's JSON extractor (axum)
         url = (await _object_in(request)).get("url")
         if not isinstance(url, str):
             return PlainTextResponse(
@@ -232,6 +235,7 @@ class Gateway(SessionRouter):
         worker = next(
             (worker for worker in self.workers.values() if name in (worker.id, worker.url)), None
         )
+        # 36 characters: the length of a UUID
         if worker is None and len(name) != 36:
             message = f"Invalid worker_id '{name}' (expected UUID)."
             return JSONResponse({"error": message, "code": "BAD_REQUEST"}, 400)
@@ -277,6 +281,7 @@ class SlimeRouter(SessionRouter):
         )
 
     async def _add(self, request: Request) -> Response:
+        # slime reads the query first, see add_worker in its router.py
         query, body = request.query_params, await _object_in(request)
         url = next(
             (query[name] for name in ("url", "worker_url") if name in query),

@@ -46,6 +46,7 @@ def compact(routes: IntArray) -> tuple[str, str]:
 def as_npy(routes: IntArray) -> str:
     """Return base64 of a ``.npy`` file of the array as it is."""
     file = io.BytesIO()
+    # no pickle: a client that allowed it would run code of the server
     np.save(file, np.ascontiguousarray(routes), allow_pickle=False)
     return pybase64.b64encode_as_string(file.getvalue())
 

@@ -139,7 +139,7 @@ def serve_forever(
         sinks: take every event; they are flushed every second if they can be.
         access_log: log each request.
         plan: what goes wrong.
-        kind: whose router it is.
+        kind: the router to emulate.
 
     Returns:
         What became of the plan: a line for each fault and action.
@@ -150,6 +150,7 @@ def serve_forever(
 
     async def run() -> list[str]:
         stopping = asyncio.Event()
+        # a failed sink stops the server as a signal does
         flushing = [FlushingSink(sink, stopping.set) for sink in sinks]
         count = max(1, len(sockets) - 1)
         backends = _sharing_a_trace(options, count, flushing, keep=False, plan=plan)
@@ -160,6 +161,7 @@ def serve_forever(
                 loop.add_signal_handler(number, stopping.set)
         async with _listening(_with_router(server, backends, sockets, kind), access_log=access_log):
             await stopping.wait()
+            # Streams end and waiting clients are answered before uvicorn closes their connections.
             for backend in backends:
                 await backend.engine.abort("*")
         for sink in flushing:
@@ -187,6 +189,7 @@ def serve_in_memory(network: Network, apps: Mapping[int, ASGIApp]) -> None:
         timeout_keep_alive=_KEEP_ALIVE_IN_MEMORY,
     )
     config.load()
+    # one config for all ports, so that it is loaded once
     state = ServerState()
     for port in apps:
         network.listen(port, lambda: Connection(config, state, {}))
@@ -263,7 +266,7 @@ async def _listening(
         http=Connection,
         access_log=access_log,
         log_level="info" if access_log else "warning",
-        timeout_graceful_shutdown=3,
+        timeout_graceful_shutdown=3,  # a client that does not read must not hold up the end
         lifespan="off",
         ws="none",
         proxy_headers=False,

@@ -27,7 +27,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class EndedCall:
-    """The end of call ``index``, of whose tokens ``sent`` were announced before."""
+    """The end of call ``index``; ``sent`` of its tokens were announced before."""
 
     index: int
     output: EngineOutput
@@ -65,6 +65,8 @@ async def stream_calls(
         unique: refuse a handle that is in use.
         hold_last: the last token that a call may sample comes with its end.
     """
+    # The queue is not bounded, but a call is: a slow reader leaves at most its tokens here, while
+    # the engine goes on for other calls as a real one does.
     ready: asyncio.Queue[SampledToken | int] = asyncio.Queue()
     sent = [0] * len(specs)
 
@@ -78,6 +80,9 @@ async def stream_calls(
 
         return on_token
 
+    def announcer(index: int) -> Callable[[object], None]:
+        return lambda _task: ready.put_nowait(index)
+
     tasks = [
         asyncio.create_task(
             backend.generate(
@@ -90,8 +95,9 @@ async def stream_calls(
         )
         for index, spec in enumerate(specs)
     ]
+    # a callback runs after the call's last token was put, so ends keep their place in the queue
     for index, task in enumerate(tasks):
-        task.add_done_callback(lambda _, index=index: ready.put_nowait(index))
+        task.add_done_callback(announcer(index))
     try:
         running = len(tasks)
         while running:
@@ -110,7 +116,7 @@ async def abort_unfinished(
     tasks: Sequence[asyncio.Task[object]],
     backend: EngineBackend,
 ) -> None:
-    """Abort the calls whose tasks still run, and wait for all tasks."""
+    """Abort the calls that still run, and wait for all tasks."""
     rids = [spec.rid for spec, task in zip(specs, tasks, strict=True) if not task.done()]
     for rid in dict.fromkeys(rids):  # the samples of a vLLM request share their handle
         await backend.engine.abort(rid)

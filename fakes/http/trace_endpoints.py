@@ -27,7 +27,7 @@ __all__ = ["trace_routes"]
 
 
 def trace_routes(backend: EngineBackend) -> list[Route]:
-    """Return the two endpoints; none for an engine of a fleet, whose recorder has its samples."""
+    """Return the two endpoints; none for an engine of a fleet, which records its samples itself."""
     if backend.samples is None:
         return []
     endpoints = _TraceEndpoints(backend.samples, has_contract=backend.options.contract is not None)
@@ -47,6 +47,7 @@ class _TraceEndpoints:
         assert isinstance(event, Submit)
         try:
             self._samples.submit(event.request)
+        # 409: the body is well-formed, and conflicts with what was reported before
         except RollproofError as error:
             raise BadRequest(str(error), 409) from error
         return JSONResponse({"submitted": event.request.request_id})
@@ -69,6 +70,7 @@ class _TraceEndpoints:
             )
         body = await json_body(request)
         try:
+            # index and time are the server's own: a client may not choose them
             return event_of({"index": -1, "time": 0.0, **body, "kind": kind})
         except TraceError as error:
             raise BadRequest(f"This is no {kind}: {error}", 400) from error

@@ -106,6 +106,7 @@ def serve(
     """Serve a fake engine on 127.0.0.1 until Ctrl-C, with the endpoints that reinforcement-learning
     stacks use.
     """
+    # imported here: no other command needs uvicorn and starlette
     from rollproof.fakes.engine.flavours import FLAVOURS
     from rollproof.fakes.http.engine_backend import EngineBackend, RoutesForm, ServeOptions
     from rollproof.fakes.http.fault_plan import FaultPlan
@@ -158,6 +159,7 @@ def serve(
                 f"{server} --workers {workers}",
             )
     header = EngineBackend.header(options)
+    # before the trace file is created: a port in use leaves nothing behind
     sockets = [bound_socket(port)]
     with nullcontext() if trace is None else TraceWriter(trace, header) as writer:
         if workers > 1:
@@ -165,6 +167,7 @@ def serve(
         for number, bound in enumerate(sockets):
             worker = f"{server} s{number - 1}" if number else "router"
             name = server if workers == 1 else worker
+            # stderr: stdout is for programs, and the first line is read by those that wait for us
             typer.echo(f"{name} on http://127.0.0.1:{bound.getsockname()[1]}", err=True)
         summary = serve_forever(
             server,

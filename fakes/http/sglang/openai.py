@@ -136,6 +136,7 @@ class OpenAI:
         """Return the request as SGLang's own endpoint would be sent it."""
         budget = field(body, "max_completion_tokens", int, field(body, "max_tokens", int, default))
         sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+        # SGLang's own name of it: `seed` is OpenAI's
         if body.get("seed") is not None:
             sampling["sampling_seed"] = body["seed"]
         sampling |= {"max_new_tokens": budget, "n": field(body, "n", int, 1)}
@@ -192,6 +193,7 @@ class OpenAI:
                         yield _event(form.delta(spec, event.index, [event.token], event.logprobs))
                     else:
                         ends.append(event)
+            # the ends come after all tokens, in the order of the samples
             ends.sort(key=lambda end: end.index)
             for end in ends:
                 yield FinalEvent(_event(form.closing(specs[end.index], end)))

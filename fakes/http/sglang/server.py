@@ -128,6 +128,7 @@ class _Native:
         try:
             call = SglangRequest.read(body, self._backend)
         except BadRequest as error:
+            # SGLang has sent status 200 before it checks the values of a stream
             if body.get("stream") is True and not error.malformed and error.status == 400:
                 return EventStream(_refused(error))
             raise
@@ -363,8 +364,8 @@ class _Native:
     async def _stream_sample(
         self, request: Request, spec: CallSpec, index: int | None, pending: PendingEvents
     ) -> None:
-        """Run one call and put its events into ``pending``; events of several samples say whose
-        they are by ``index``.
+        """Run one call and put its events into ``pending``; events of several samples have the
+        ``index`` of theirs.
         """
         started = time.perf_counter()
         incremental = self._backend.options.incremental

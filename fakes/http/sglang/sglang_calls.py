@@ -115,10 +115,8 @@ class SglangRequest:
             ]
         else:
             listed = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-            prompts = [
-                token_ids(prompt, "input_ids", backend.vocab)
-                for prompt in (ids if listed else [ids])
-            ]
+            lists: list[Any] = ids if isinstance(ids, list) and listed else [ids]
+            prompts = [token_ids(prompt, "input_ids", backend.vocab) for prompt in lists]
         if not prompts:
             raise BadRequest("input_ids cannot be empty.")
         bodies = _split(body, len(prompts), _SAMPLING) if listed else [body]

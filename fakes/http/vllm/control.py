@@ -65,6 +65,8 @@ class Control:
 
     async def reset(self, request: Request) -> Response:
         """Reset the prefix cache; fail while calls hold blocks, unless they are to be preempted."""
+        # vLLM's block pool refuses while blocks are referenced (reset_prefix_cache of its
+        # block_pool.py), unless the requests are preempted
         running = [call.call_id for call in self._engine.in_flight if call.running]
         if running and not _flag(request, "reset_running_requests", default=False):
             return JSONResponse({"success": False})
@@ -89,6 +91,7 @@ class Control:
         return JSONResponse({"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, request: Request) -> Response:
+        # weights may be woken first, to be updated; without the KV cache nothing runs yet
         tags = request.query_params.getlist("tags") or None
         if tags is None or "kv_cache" in tags:
             self._asleep = False
@@ -104,11 +107,13 @@ class Control:
         method = field(body, "method", str, None)
         if method is None:
             raise BadRequest("Missing 'method' in request body", malformed=True)
+        # the methods are a worker extension's own: only their names say what they do
         if "weight" in method and method.startswith(("reload", "load", "update", "receive")):
             arguments = field(body, "kwargs", dict, {})
             await self._backend.load_or_refuse(
                 arguments.get("weights_path") or arguments.get("weight_dir"), None, flush=False
             )
+        # one worker, and what its method returns is its own affair
         return JSONResponse({"results": [None]})
 
     async def init_transfer(self, request: Request) -> Response:

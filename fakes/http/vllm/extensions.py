@@ -120,6 +120,7 @@ class _Extensions:
         name = field(body, "model_path", str, field(body, "lora_model_path", str, None))
         engine = self._backend.engine
         await engine.pause(PauseMode.ABORT, clear_cache=True)
+        # resume also after a failed load: the requests would wait for ever
         try:
             await self._backend.load_or_refuse(name, None, flush=True)
         finally:

@@ -25,7 +25,7 @@ def exchanges(server: Server, urls: list[str]) -> Iterator[Exchange]:
     """One after the other: what is listed, forwarded and refused, then a worker taken away and
     given back.
     """
-    ask = server.ask
+    send_json = server.send_json
     for path in (
         "/workers",
         "/list_workers",
@@ -35,21 +35,21 @@ def exchanges(server: Server, urls: list[str]) -> Iterator[Exchange]:
         "/nothing",
         "/model_info",
     ):
-        yield ask("GET", path)
-    yield ask("POST", "/generate", GENERATE)
-    yield ask("POST", "/flush_cache")
+        yield send_json("GET", path)
+    yield send_json("POST", "/generate", GENERATE)
+    yield send_json("POST", "/flush_cache")
     for path in ("/abort_request", "/pause_generation", "/add_worker"):
-        yield ask("POST", path, {})
-    yield ask("DELETE", "/workers/00000000-0000-4000-8000-000000000000")
-    listed = ask("GET", "/workers")["response"]["body"]["workers"]
+        yield send_json("POST", path, {})
+    yield send_json("DELETE", "/workers/00000000-0000-4000-8000-000000000000")
+    listed = send_json("GET", "/workers")["response"]["body"]["workers"]
     gone = next(worker for worker in _whole(server) if worker["url"] == urls[0])
     assert listed
-    yield ask("DELETE", f"/workers/{gone['id']}")
+    yield send_json("DELETE", f"/workers/{gone['id']}")
     time.sleep(1)
-    yield ask("GET", "/workers")
-    yield ask("POST", "/workers", {"url": urls[0]})
+    yield send_json("GET", "/workers")
+    yield send_json("POST", "/workers", {"url": urls[0]})
     time.sleep(3)
-    yield ask("GET", "/workers")
+    yield send_json("GET", "/workers")
 
 
 def _whole(server: Server) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ async def main() -> None:
             for _ in range(60):
                 await asyncio.sleep(1)
                 try:
-                    if (await asyncio.to_thread(server.ask, "GET", "/readiness"))["response"][
+                    if (await asyncio.to_thread(server.send_json, "GET", "/readiness"))["response"][
                         "status"
                     ] == 200:
                         break
@@ -90,11 +90,11 @@ async def main() -> None:
         finally:
             process.send_signal(signal.SIGKILL)
             await process.wait()
-    told = json.dumps(
+    reported = json.dumps(
         {"server": f"sglang-router {metadata.version('sglang-router')}", "exchanges": recorded},
         indent=1,
     )
-    (FOLDER / "router_workers.json").write_text(told + "\n", encoding="utf-8")
+    (FOLDER / "router_workers.json").write_text(reported + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

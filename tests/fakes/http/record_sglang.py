@@ -16,7 +16,7 @@ from tests.fakes.http.recording import Exchange, Order, Server, record
 PROMPT = list(range(5, 15))
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True}
 LONG = {**SAMPLING, "max_new_tokens": 200}
-WHOLE = {
+BODY = {
     "input_ids": PROMPT,
     "sampling_params": SAMPLING,
     "return_logprob": True,
@@ -32,7 +32,7 @@ CHAT = {
 }
 CHATS = "/v1/chat/completions"
 DISK = "/update_weights_from_disk"
-CHATS_ASKED: tuple[Mapping[str, Any], ...] = (
+CHAT_ORDERS: tuple[Mapping[str, Any], ...] = (
     {},
     {"n": 2},
     {"top_logprobs": 2},
@@ -68,7 +68,7 @@ CHATS_REFUSED: tuple[Mapping[str, Any], ...] = (
     {**CHAT, "routed_experts_start_len": 100},
 )
 COMPLETION = {"model": "tiny", "prompt": "w5 w6 w7", "max_tokens": 3, "ignore_eos": True}
-COMPLETIONS_ASKED: tuple[Mapping[str, Any], ...] = (
+COMPLETION_ORDERS: tuple[Mapping[str, Any], ...] = (
     {},
     {"prompt": PROMPT, "logprobs": 1, "return_routed_experts": True},
     {"prompt": [PROMPT, PROMPT]},
@@ -107,39 +107,46 @@ GENERATED: tuple[Mapping[str, Any], ...] = (
 
 def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]]]:
     """Every kind of request by name, each as the exchanges that belong to it."""
-    ask = server.ask
+    send_json = server.send_json
     yield (
         "generate",
         [
-            ask("POST", "/generate", WHOLE),
-            ask("POST", "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING}),
-            ask("POST", "/generate", {**WHOLE, "rid": "mine-2", "routed_experts_start_len": 8}),
-            ask("POST", "/generate", {**WHOLE, "rid": "mine-3", "routed_experts_start_len": 11}),
-            ask("POST", "/generate", {**WHOLE, "rid": "mine-4", "input_ids": []}),
-            ask("POST", "/generate", {**WHOLE, "rid": "mine-5", "input_ids": [5] * 600}),
-            ask(
+            send_json("POST", "/generate", BODY),
+            send_json("POST", "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING}),
+            send_json(
+                "POST", "/generate", {**BODY, "rid": "mine-2", "routed_experts_start_len": 8}
+            ),
+            send_json(
+                "POST", "/generate", {**BODY, "rid": "mine-3", "routed_experts_start_len": 11}
+            ),
+            send_json("POST", "/generate", {**BODY, "rid": "mine-4", "input_ids": []}),
+            send_json("POST", "/generate", {**BODY, "rid": "mine-5", "input_ids": [5] * 600}),
+            send_json(
                 "POST",
                 "/generate",
-                {**WHOLE, "rid": "mine-6", "sampling_params": {**SAMPLING, "n": 2}},
+                {**BODY, "rid": "mine-6", "sampling_params": {**SAMPLING, "n": 2}},
             ),
         ],
     )
-    yield "generate_stream", [ask("POST", "/generate", {**WHOLE, "rid": "mine-7", "stream": True})]
+    yield (
+        "generate_stream",
+        [send_json("POST", "/generate", {**BODY, "rid": "mine-7", "stream": True})],
+    )
     yield (
         "abort",
         [
-            *server.beside(_running("cut-1"), [("POST", "/abort_request", {"rid": "cut-1"})]),
-            ask("POST", "/abort_request", {"rid": "nobody"}),
+            *server.during(_running("cut-1"), [("POST", "/abort_request", {"rid": "cut-1"})]),
+            send_json("POST", "/abort_request", {"rid": "nobody"}),
         ],
     )
     pause = ("POST", "/pause_generation", {"mode": "retract"})
     resume = ("POST", "/continue_generation", {"torch_empty_cache": False})
-    yield "pause_continue", server.beside(_running("held-1"), [pause, resume])
+    yield "pause_continue", server.during(_running("held-1"), [pause, resume])
     yield (
         "flush_cache",
         [
-            ask("POST", "/flush_cache"),
-            *server.beside(
+            send_json("POST", "/flush_cache"),
+            *server.during(
                 _running("held-2"),
                 [("POST", "/flush_cache", None), ("POST", "/abort_request", {"abort_all": True})],
             ),
@@ -148,84 +155,94 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
     yield (
         "update_weight_version",
         [
-            ask(
+            send_json(
                 "POST", "/update_weight_version", {"new_version": "w1", "abort_all_requests": False}
             ),
-            *server.beside(
+            *server.during(
                 _running("cut-2"), [("POST", "/update_weight_version", {"new_version": "w2"})]
             ),
-            ask("POST", "/update_weight_version", {}),
+            send_json("POST", "/update_weight_version", {}),
         ],
     )
-    yield "get_weight_version", [ask("GET", "/get_weight_version"), ask("GET", "/weight_version")]
+    yield (
+        "get_weight_version",
+        [send_json("GET", "/get_weight_version"), send_json("GET", "/weight_version")],
+    )
     yield (
         "update_weights_from_disk",
         [
-            ask(
+            send_json(
                 "POST",
                 "/update_weights_from_disk",
                 {"model_path": str(other), "weight_version": "w3"},
             ),
-            ask("POST", "/update_weights_from_disk", {"model_path": "/nowhere"}),
+            send_json("POST", "/update_weights_from_disk", {"model_path": "/nowhere"}),
         ],
     )
-    yield "health", [ask("GET", "/health"), ask("GET", "/health_generate")]
-    yield "loads", [ask("GET", "/v1/loads"), ask("GET", "/get_load")]
+    yield "health", [send_json("GET", "/health"), send_json("GET", "/health_generate")]
+    yield "loads", [send_json("GET", "/v1/loads"), send_json("GET", "/get_load")]
     yield (
         "chat",
         [
-            ask("POST", "/v1/chat/completions", CHAT),
-            ask("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
+            send_json("POST", "/v1/chat/completions", CHAT),
+            send_json("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
         ],
     )
     yield (
         "errors",
         [
-            ask("GET", "/no_such_endpoint"),
-            ask("POST", "/generate", {}),
-            ask("GET", "/generate_nothing"),
+            send_json("GET", "/no_such_endpoint"),
+            send_json("POST", "/generate", {}),
+            send_json("GET", "/generate_nothing"),
         ],
     )
-    yield "chat_more", [ask("POST", CHATS, {**CHAT, **changed}) for changed in CHATS_ASKED]
-    yield "chat_bad", [ask("POST", CHATS, body) for body in CHATS_REFUSED]
+    yield "chat_more", [send_json("POST", CHATS, {**CHAT, **changed}) for changed in CHAT_ORDERS]
+    yield "chat_bad", [send_json("POST", CHATS, body) for body in CHATS_REFUSED]
     yield (
         "chat_abort",
-        server.beside(_running("cut-3", chat=True), [("POST", "/abort_request", {"rid": "cut-3"})]),
+        server.during(_running("cut-3", chat=True), [("POST", "/abort_request", {"rid": "cut-3"})]),
     )
     yield (
         "completions",
         [
-            ask("POST", "/v1/completions", {**COMPLETION, **changed})
-            for changed in COMPLETIONS_ASKED
+            send_json("POST", "/v1/completions", {**COMPLETION, **changed})
+            for changed in COMPLETION_ORDERS
         ],
     )
-    yield "completions_bad", [ask("POST", "/v1/completions", body) for body in COMPLETIONS_REFUSED]
+    yield (
+        "completions_bad",
+        [send_json("POST", "/v1/completions", body) for body in COMPLETIONS_REFUSED],
+    )
     yield (
         "generate_more",
         [
-            ask("POST", "/generate", {**WHOLE, "rid": f"more-{i}", **changed})
+            send_json("POST", "/generate", {**BODY, "rid": f"more-{i}", **changed})
             for i, changed in enumerate(GENERATED)
         ],
     )
     yield (
         "pause_modes",
-        [one for mode in ("abort", "retract", "in_place") for one in _paused(server, mode)],
+        [
+            exchange
+            for mode in ("abort", "retract", "in_place")
+            for exchange in _paused(server, mode)
+        ],
     )
     yield (
         "pause_odd",
         [
-            ask("POST", "/continue_generation", {}),
-            ask("POST", "/pause_generation", {"mode": "sleep"}),
-            ask("POST", "/pause_generation", {"mode": "abort"}),
-            ask("POST", "/pause_generation", {"mode": "in_place"}),
-            ask("POST", "/continue_generation", {"torch_empty_cache": False}),
-            ask("POST", "/pause_generation", {}),
-            ask("POST", "/continue_generation", {"torch_empty_cache": False}),
+            send_json("POST", "/continue_generation", {}),
+            send_json("POST", "/pause_generation", {"mode": "sleep"}),
+            send_json("POST", "/pause_generation", {"mode": "abort"}),
+            send_json("POST", "/pause_generation", {"mode": "in_place"}),
+            send_json("POST", "/continue_generation", {"torch_empty_cache": False}),
+            send_json("POST", "/pause_generation", {}),
+            send_json("POST", "/continue_generation", {"torch_empty_cache": False}),
         ],
     )
     yield (
         "update_in_place",
-        server.beside(
+        server.during(
             _running("held-3"),
             [
                 ("POST", "/pause_generation", {"mode": "in_place"}),
@@ -237,20 +254,22 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
     yield (
         "weights_more",
         [
-            ask("POST", DISK, {}),
-            ask("POST", "/update_weights_from_tensor", {}),
-            ask("POST", "/update_weights_from_distributed", {}),
-            ask("POST", "/init_weights_update_group", {}),
-            ask("POST", "/begin_weight_update", {}),
-            ask("POST", "/end_weight_update", {}),
-            ask("POST", "/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 3}),
-            ask("POST", "/get_weights_by_name", {"name": "nothing"}),
+            send_json("POST", DISK, {}),
+            send_json("POST", "/update_weights_from_tensor", {}),
+            send_json("POST", "/update_weights_from_distributed", {}),
+            send_json("POST", "/init_weights_update_group", {}),
+            send_json("POST", "/begin_weight_update", {}),
+            send_json("POST", "/end_weight_update", {}),
+            send_json(
+                "POST", "/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 3}
+            ),
+            send_json("POST", "/get_weights_by_name", {"name": "nothing"}),
         ],
     )
     yield (
         "info",
         [
-            ask("GET", path)
+            send_json("GET", path)
             for path in (
                 "/get_model_info",
                 "/model_info",
@@ -269,10 +288,10 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
             server.send("POST", "/generate", "[1]"),
             server.send("POST", CHATS, "{"),
             server.send("POST", CHATS, "{}", kind="text/plain"),
-            ask("GET", "/generate"),
-            ask("GET", CHATS),
-            ask("POST", "/abort_request", {}),
-            ask("POST", "/abort_request", {"abort_all": True}),
+            send_json("GET", "/generate"),
+            send_json("GET", CHATS),
+            send_json("POST", "/abort_request", {}),
+            send_json("POST", "/abort_request", {"abort_all": True}),
         ],
     )
 
@@ -284,7 +303,7 @@ def _paused(server: Server, mode: str) -> list[Exchange]:
         ("POST", "/flush_cache", None),
         ("POST", "/continue_generation", {"torch_empty_cache": False}),
     ]
-    return server.beside(_running(f"held-{mode}"), orders)
+    return server.during(_running(f"held-{mode}"), orders)
 
 
 def _kept(other: Path) -> dict[str, Any]:
@@ -323,7 +342,7 @@ def _running(rid: str, *, chat: bool = False) -> Order:
     """A long call, to do something beside."""
     if chat:
         return "POST", CHATS, {**CHAT, "rid": rid, "max_tokens": 200, "ignore_eos": True}
-    return "POST", "/generate", {**WHOLE, "rid": rid, "sampling_params": LONG}
+    return "POST", "/generate", {**BODY, "rid": rid, "sampling_params": LONG}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.fakes.http.recording import Exchange, Order, Server, record
 MODEL = "tiny"
 PROMPT = list(range(5, 15))
 SAMPLING = {"max_tokens": 4, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
-WHOLE = {"model": MODEL, "token_ids": PROMPT, "sampling_params": SAMPLING}
+BODY = {"model": MODEL, "token_ids": PROMPT, "sampling_params": SAMPLING}
 LONG = {**SAMPLING, "max_tokens": 60}
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
 CHAT = {
@@ -109,15 +109,15 @@ NOT_CHATTED: _Changes = (
 
 def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]]]:
     """Every kind of request by name, each as the exchanges that belong to it."""
-    ask, send, beside = server.ask, server.send, server.beside
+    send_json, send, during = server.send_json, server.send, server.during
 
     def each(path: str, base: Mapping[str, Any], changes: _Changes) -> list[Exchange]:
-        return [ask("POST", path, {**base, **changed}) for changed in changes]
+        return [send_json("POST", path, {**base, **changed}) for changed in changes]
 
-    yield "generate", each(GENERATE, WHOLE, GENERATED)
+    yield "generate", each(GENERATE, BODY, GENERATED)
     yield (
         "generate_stream",
-        each(GENERATE, WHOLE, ({"stream": True}, {"stream": True, "token_ids": [5] * 600})),
+        each(GENERATE, BODY, ({"stream": True}, {"stream": True, "token_ids": [5] * 600})),
     )
     yield "completions", each(COMPLETIONS, COMPLETION, COMPLETED)
     yield "completions_bad", each(COMPLETIONS, COMPLETION, NOT_COMPLETED)
@@ -143,17 +143,17 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
         "abort",
         [
             *_aborted(server),
-            ask("POST", "/abort_requests", {"request_ids": ["nobody"]}),
-            ask("POST", "/abort_requests", {}),
+            send_json("POST", "/abort_requests", {"request_ids": ["nobody"]}),
+            send_json("POST", "/abort_requests", {}),
         ],
     )
     yield (
         "abort_bad",
         [
             send("POST", "/abort_requests", "{"),
-            ask("POST", "/abort_requests", [1]),
-            ask("POST", "/inference/v1/abort_requests", {}),
-            ask("POST", "/inference/v1/abort_requests", {"request_ids": ["nobody"]}),
+            send_json("POST", "/abort_requests", [1]),
+            send_json("POST", "/inference/v1/abort_requests", {}),
+            send_json("POST", "/inference/v1/abort_requests", {"request_ids": ["nobody"]}),
         ],
     )
     for mode in ("abort", "wait", "keep"):
@@ -162,90 +162,93 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
             ("GET", "/is_paused", None),
             ("POST", "/resume", None),
         ]
-        yield f"pause_{mode}", [*beside(_running(f"held-{mode}"), orders), ask("GET", "/is_paused")]
+        yield (
+            f"pause_{mode}",
+            [*during(_running(f"held-{mode}"), orders), send_json("GET", "/is_paused")],
+        )
     yield (
         "pause_odd",
         [
-            ask("GET", "/is_paused"),
-            ask("POST", "/resume"),
-            ask("POST", "/pause"),
-            ask("POST", "/pause?mode=keep"),
-            ask("POST", "/pause?mode=abort&clear_cache=true"),
-            ask("GET", "/is_paused"),
-            ask("POST", "/resume"),
-            ask("POST", "/pause?mode=sleep"),
-            ask("POST", "/pause?clear_cache=perhaps"),
-            ask("POST", "/pause", {"mode": "keep"}),
-            ask("POST", "/resume", {"x": 1}),
-            ask("GET", "/pause"),
+            send_json("GET", "/is_paused"),
+            send_json("POST", "/resume"),
+            send_json("POST", "/pause"),
+            send_json("POST", "/pause?mode=keep"),
+            send_json("POST", "/pause?mode=abort&clear_cache=true"),
+            send_json("GET", "/is_paused"),
+            send_json("POST", "/resume"),
+            send_json("POST", "/pause?mode=sleep"),
+            send_json("POST", "/pause?clear_cache=perhaps"),
+            send_json("POST", "/pause", {"mode": "keep"}),
+            send_json("POST", "/resume", {"x": 1}),
+            send_json("GET", "/pause"),
         ],
     )
     yield (
         "reset_prefix_cache",
         [
-            ask("POST", "/reset_prefix_cache"),
-            *beside(
+            send_json("POST", "/reset_prefix_cache"),
+            *during(
                 _running("held-cache"),
                 [("POST", "/reset_prefix_cache", None), ("POST", "/abort_requests", {})],
             ),
-            ask("POST", "/reset_prefix_cache?reset_running_requests=true"),
-            ask("POST", "/reset_mm_cache"),
-            ask("POST", "/reset_encoder_cache"),
+            send_json("POST", "/reset_prefix_cache?reset_running_requests=true"),
+            send_json("POST", "/reset_mm_cache"),
+            send_json("POST", "/reset_encoder_cache"),
         ],
     )
     yield (
         "weight_version",
         [
-            ask("GET", "/weight_info"),
-            ask("POST", "/update_weight_version", {"new_version": "w1"}),
-            ask("GET", "/weight_info"),
-            *beside(
+            send_json("GET", "/weight_info"),
+            send_json("POST", "/update_weight_version", {"new_version": "w1"}),
+            send_json("GET", "/weight_info"),
+            *during(
                 _running("across"),
                 [
                     ("POST", "/update_weight_version", {"new_version": "w2"}),
                     ("POST", "/abort_requests", {}),
                 ],
             ),
-            ask("POST", "/update_weight_version", {}),
-            ask("POST", "/update_weight_version", {"new_version": 3}),
-            ask("POST", "/update_weight_version", {"weight_version": "w3"}),
+            send_json("POST", "/update_weight_version", {}),
+            send_json("POST", "/update_weight_version", {"new_version": 3}),
+            send_json("POST", "/update_weight_version", {"weight_version": "w3"}),
         ],
     )
     yield (
         "weights",
         [
-            ask("POST", "/init_weight_transfer_engine", {"init_info": {}}),
-            ask("POST", "/init_weight_transfer_engine", {}),
-            ask("POST", "/start_weight_update"),
-            ask("POST", "/update_weights", {"update_info": {}}),
-            ask("POST", "/update_weights", {}),
-            ask("POST", "/finish_weight_update", {"weight_version": "w4"}),
-            ask("POST", "/finish_weight_update"),
-            ask("POST", "/weight_checker", {"action": "checksum"}),
-            ask("POST", "/weight_checker", {"action": "compare"}),
-            ask("POST", "/weight_checker", {"action": "nothing"}),
-            ask("GET", "/get_world_size"),
-            ask("GET", "/get_world_size?include_dp=false"),
+            send_json("POST", "/init_weight_transfer_engine", {"init_info": {}}),
+            send_json("POST", "/init_weight_transfer_engine", {}),
+            send_json("POST", "/start_weight_update"),
+            send_json("POST", "/update_weights", {"update_info": {}}),
+            send_json("POST", "/update_weights", {}),
+            send_json("POST", "/finish_weight_update", {"weight_version": "w4"}),
+            send_json("POST", "/finish_weight_update"),
+            send_json("POST", "/weight_checker", {"action": "checksum"}),
+            send_json("POST", "/weight_checker", {"action": "compare"}),
+            send_json("POST", "/weight_checker", {"action": "nothing"}),
+            send_json("GET", "/get_world_size"),
+            send_json("GET", "/get_world_size?include_dp=false"),
         ],
     )
     yield (
         "collective_rpc",
         [
-            ask("POST", "/collective_rpc", {}),
+            send_json("POST", "/collective_rpc", {}),
             send("POST", "/collective_rpc", "{"),
-            ask("POST", "/collective_rpc", [1]),
-            ask(
+            send_json("POST", "/collective_rpc", [1]),
+            send_json(
                 "POST",
                 "/collective_rpc",
                 {"method": "reload_weights", "kwargs": {"weights_path": str(other)}},
             ),
-            ask("POST", "/collective_rpc", {"method": "get_model_inspection"}),
+            send_json("POST", "/collective_rpc", {"method": "get_model_inspection"}),
         ],
     )
     yield (
         "health",
         [
-            ask("GET", path)
+            send_json("GET", path)
             for path in (
                 "/health",
                 "/ping",
@@ -261,45 +264,45 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
     yield (
         "tokenize",
         [
-            ask("POST", "/tokenize", {"model": MODEL, "prompt": "w5 w6"}),
-            ask("POST", "/detokenize", {"model": MODEL, "tokens": [5, 6]}),
-            ask("GET", "/tokenizer_info"),
+            send_json("POST", "/tokenize", {"model": MODEL, "prompt": "w5 w6"}),
+            send_json("POST", "/detokenize", {"model": MODEL, "tokens": [5, 6]}),
+            send_json("GET", "/tokenizer_info"),
         ],
     )
     yield (
         "errors",
         [
-            ask("GET", "/no_such_endpoint"),
-            ask("GET", GENERATE),
-            ask("POST", GENERATE, {}),
-            ask("POST", COMPLETIONS, {}),
-            ask("POST", CHATS, {}),
+            send_json("GET", "/no_such_endpoint"),
+            send_json("GET", GENERATE),
+            send_json("POST", GENERATE, {}),
+            send_json("POST", COMPLETIONS, {}),
+            send_json("POST", CHATS, {}),
             *[send("POST", path, "{") for path in (GENERATE, COMPLETIONS, CHATS)],
             *[send("POST", path, "[1]") for path in (GENERATE, COMPLETIONS)],
             send("POST", COMPLETIONS, "{}", kind="text/plain"),
-            ask("POST", "/generate", {"prompt": "w5"}),
+            send_json("POST", "/generate", {"prompt": "w5"}),
         ],
     )
     # last: what ends a server is a recording, too
     yield (
         "sleep",
         [
-            ask("GET", "/is_sleeping"),
-            ask("POST", "/sleep?level=7"),
-            ask("POST", "/wake_up"),
-            ask("POST", "/sleep?level=1"),
-            ask("GET", "/is_sleeping"),
-            ask("POST", "/wake_up?tags=weights"),
-            ask("POST", "/wake_up"),
-            ask("GET", "/is_sleeping"),
-            ask("GET", "/health"),
+            send_json("GET", "/is_sleeping"),
+            send_json("POST", "/sleep?level=7"),
+            send_json("POST", "/wake_up"),
+            send_json("POST", "/sleep?level=1"),
+            send_json("GET", "/is_sleeping"),
+            send_json("POST", "/wake_up?tags=weights"),
+            send_json("POST", "/wake_up"),
+            send_json("GET", "/is_sleeping"),
+            send_json("GET", "/health"),
         ],
     )
 
 
 def _running(request: str) -> Order:
     """A long call, to do something beside."""
-    return "POST", GENERATE, {**WHOLE, "request_id": request, "sampling_params": LONG}
+    return "POST", GENERATE, {**BODY, "request_id": request, "sampling_params": LONG}
 
 
 def _aborted(server: Server) -> list[Exchange]:
@@ -308,19 +311,19 @@ def _aborted(server: Server) -> list[Exchange]:
     """
     chat = {**CHAT, "request_id": "cut-3", "max_tokens": 60}
     return [
-        *server.beside(
+        *server.during(
             _running("cut-1"), [("POST", "/abort_requests", {"request_ids": ["cut-1"]})]
         ),
-        *server.beside(_running("cut-2"), [("POST", "/abort_requests", {})]),
-        *server.beside(
+        *server.during(_running("cut-2"), [("POST", "/abort_requests", {})]),
+        *server.during(
             ("POST", CHATS, chat),
             [("POST", "/abort_requests", {"request_ids": ["chatcmpl-cut-3"]})],
         ),
-        *server.beside(
+        *server.during(
             ("POST", GENERATE, {**_running("cut-4")[2], "stream": True}),
             [("POST", "/abort_requests", {})],
         ),
-        *server.beside(
+        *server.during(
             _running("cut-5"),
             [("POST", "/inference/v1/abort_requests", {"request_ids": ["cut-5"]})],
         ),

@@ -25,7 +25,7 @@ Exchange: TypeAlias = dict[str, Any]
 Order: TypeAlias = tuple[str, str, Any]
 """Method, path and body."""
 FOLDER = Path(__file__).parent / "recorded"
-KEPT_ITEMS, KEPT_CHARACTERS = 3, 40
+MAX_ITEMS, MAX_CHARACTERS = 3, 40
 
 
 class Server:
@@ -34,7 +34,7 @@ class Server:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def ask(self, method: str, path: str, body: Any = None) -> Exchange:
+    def send_json(self, method: str, path: str, body: Any = None) -> Exchange:
         """One exchange: what was sent and what came back; the events of a stream as a list."""
         exchange = self.send(method, path, None if body is None else json.dumps(body))
         if body is not None:
@@ -75,25 +75,25 @@ class Server:
             "response": {"status": response.status, "content_type": media, "body": shown},
         }
 
-    def beside(self, call: Order, orders: Sequence[Order], pause: float = 0.5) -> list[Exchange]:
+    def during(self, call: Order, orders: Sequence[Order], pause: float = 0.5) -> list[Exchange]:
         """Orders given while a long call runs, and how that call then ended."""
         ended: list[Exchange] = []
-        running = threading.Thread(target=lambda: ended.append(self.ask(*call)))
+        running = threading.Thread(target=lambda: ended.append(self.send_json(*call)))
         running.start()
         time.sleep(pause)
-        given = []
+        replies = []
         for order in orders:
-            given.append(self.ask(*order))
+            replies.append(self.send_json(*order))
             time.sleep(0.3)
         running.join()
-        return [*given, *ended]
+        return [*replies, *ended]
 
 
 def ends(events: list[Any]) -> list[Any]:
     """The first events of a stream and the last ones, which are of other kinds: a finish reason,
     usage, the mark of the end.
     """
-    return events[:KEPT_ITEMS] + events[KEPT_ITEMS:][-KEPT_ITEMS:]
+    return events[:MAX_ITEMS] + events[MAX_ITEMS:][-MAX_ITEMS:]
 
 
 def shortened(value: Any) -> Any:
@@ -103,9 +103,9 @@ def shortened(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [shortened(item) for item in value[:KEPT_ITEMS]]
-    if isinstance(value, str) and len(value) > KEPT_CHARACTERS:
-        return value[:KEPT_CHARACTERS] + "..."
+        return [shortened(item) for item in value[:MAX_ITEMS]]
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        return value[:MAX_CHARACTERS] + "..."
     return value
 
 
@@ -140,11 +140,12 @@ def record(
             ready = _ready(Server(port), process, folder / "log")
             FOLDER.mkdir(exist_ok=True)
             for kind, recorded in exchanges(ready, second):
-                told = json.dumps({"server": server, "exchanges": recorded}, indent=1)
+                text_out = json.dumps({"server": server, "exchanges": recorded}, indent=1)
                 (FOLDER / f"{name}_{kind}.json").write_text(
-                    told.replace(text, "MODELS") + "\n", encoding="utf-8"
+                    text_out.replace(text, "MODELS") + "\n", encoding="utf-8"
                 )
-                print(kind, [one["response"]["status"] for one in recorded], flush=True)  # noqa: T201 - what was recorded
+                statuses = [exchange["response"]["status"] for exchange in recorded]
+                print(kind, statuses, flush=True)  # noqa: T201 - what was recorded
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -189,7 +190,7 @@ def _ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> Serve
                 f" {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
             )
         try:
-            if server.ask("GET", "/health")["response"]["status"] == 200:
+            if server.send_json("GET", "/health")["response"]["status"] == 200:
                 return server
         except OSError:
             pass

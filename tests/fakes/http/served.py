@@ -26,22 +26,22 @@ class Served:
         self.url, self.backend, self._loop = url, backend, loop
         self.client = httpx.Client(base_url=url, timeout=30)
 
-    def do(self, what: Callable[[], Any]) -> Any:
+    def do(self, action: Callable[[], Any]) -> Any:
         """What ``what()`` gives, called in the server's thread."""
 
         async def call() -> Any:
-            return what()
+            return action()
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(30)
 
 
 @contextmanager
 def served(
-    face: str, options: ServeOptions | None = None, *, plan: FaultPlan | None = None
+    server_kind: str, options: ServeOptions | None = None, *, plan: FaultPlan | None = None
 ) -> Iterator[Served]:
     """One server."""
-    with running(lambda: serving(face, options, plan=plan)) as found:
-        yield found
+    with running(lambda: serving(server_kind, options, plan=plan)) as server:
+        yield server
 
 
 @contextmanager
@@ -50,29 +50,29 @@ def running(
 ) -> Iterator[Served]:
     """Whatever ``make`` makes, in a thread of its own."""
     ready: list[Served | BaseException] = []
-    told, end = threading.Event(), threading.Event()
+    started, end = threading.Event(), threading.Event()
 
     async def main() -> None:
         try:
             async with make() as (url, backend):
                 ready.append(Served(url, backend, asyncio.get_running_loop()))
-                told.set()
+                started.set()
                 await asyncio.to_thread(end.wait)
         except BaseException as error:
             ready.append(error)
             raise
         finally:
-            told.set()
+            started.set()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    told.wait(60)
-    found = ready[0]
-    if not isinstance(found, Served):
-        raise found
+    started.wait(60)
+    server = ready[0]
+    if not isinstance(server, Served):
+        raise server
     try:
-        yield found
+        yield server
     finally:
-        found.client.close()
+        server.client.close()
         end.set()
         thread.join(30)

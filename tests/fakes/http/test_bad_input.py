@@ -31,23 +31,23 @@ LONG = {
         {**VLLM, "request_id": "long", "sampling_params": {"max_tokens": 400}},
     ),
 }
-FACES = ("sglang", "vllm")
+SERVER_KINDS = ("sglang", "vllm")
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Served]]:
     options = {
-        face: ServeOptions(
-            flavour=face, model=MODEL, engine=ENGINE, max_length=512, max_body=20_000
+        server_kind: ServeOptions(
+            flavour=server_kind, model=MODEL, engine=ENGINE, max_length=512, max_body=20_000
         )
-        for face in FACES
+        for server_kind in SERVER_KINDS
     }
-    with served("sglang", options["sglang"]) as one, served("vllm", options["vllm"]) as other:
-        yield {"sglang": one, "vllm": other}
+    with served("sglang", options["sglang"]) as sglang, served("vllm", options["vllm"]) as vllm:
+        yield {"sglang": sglang, "vllm": vllm}
 
 
-@pytest.fixture(params=FACES)
-def face(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=SERVER_KINDS)
+def server_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -66,8 +66,8 @@ def runs(server: Served) -> bool:
     return bool(server.do(lambda: sum(server.backend.engine.progress().values())))
 
 
-def answers(server: Served, face: str) -> int:
-    path, body = CALLS[face]
+def answers(server: Served, server_kind: str) -> int:
+    path, body = CALLS[server_kind]
     return server.client.post(path, json=body).status_code
 
 
@@ -76,53 +76,52 @@ def answers(server: Served, face: str) -> int:
     [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 5000, b"null", b'{"a": NaN, "b": 1e999}', b"{}" * 2],
 )
 def test_a_body_that_is_no_object_is_a_400(
-    servers: dict[str, Served], face: str, content: bytes
+    servers: dict[str, Served], server_kind: str, content: bytes
 ) -> None:
     """Malformed JSON is never a 500, and the next call is answered."""
-    reply = servers[face].client.post(
-        CALLS[face][0], content=content, headers={"content-type": "application/json"}
+    reply = servers[server_kind].client.post(
+        CALLS[server_kind][0], content=content, headers={"content-type": "application/json"}
     )
     assert 400 == reply.status_code
     assert reply.headers["content-type"].startswith("application/json")
-    assert 200 == answers(servers[face], face)
+    assert 200 == answers(servers[server_kind], server_kind)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_huge_body_is_refused_before_it_is_read(
-    servers: dict[str, Served], face: str, chunked: bool
+    servers: dict[str, Served], server_kind: str, chunked: bool
 ) -> None:
     """A body above the bound is a 413, by its declared length and where none is declared."""
     content: Any = (b"x" * 1000 for _ in range(200)) if chunked else b"x" * 200_000
     try:
-        status = servers[face].client.post(CALLS[face][0], content=content).status_code
+        status = (
+            servers[server_kind].client.post(CALLS[server_kind][0], content=content).status_code
+        )
     except httpx.HTTPError:  # the server answers and closes while the client still sends
         status = 413
     assert 413 == status
-    assert 200 == answers(servers[face], face)
+    assert 200 == answers(servers[server_kind], server_kind)
 
 
 def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(
-    servers: dict[str, Served], face: str
+    servers: dict[str, Served], server_kind: str
 ) -> None:
-    """A client that declares more than it sends, and leaves, leaves nothing behind; others are
-    served meanwhile.
+    """A client that declares more than it sends, and leaves, leaves no call; others are served in
+    the meantime.
     """
-    host, port = servers[face].url.removeprefix("http://").split(":")
+    path = CALLS[server_kind][0]
+    host, port = servers[server_kind].url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as half:
-        half.sendall(
-            f"POST {CALLS[face][0]} HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n{{".encode()
-        )
-        assert 200 == answers(servers[face], face)
+        half.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n{{".encode())
+        assert 200 == answers(servers[server_kind], server_kind)
     with socket.create_connection((host, int(port))) as odd:
-        odd.sendall(
-            f"POST {CALLS[face][0]} HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n".encode()
-        )
+        odd.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n".encode())
         assert b"400" in odd.recv(100).split(b"\r\n")[0]
-    until(lambda: idle(servers[face]))
+    until(lambda: idle(servers[server_kind]))
 
 
 @pytest.mark.parametrize(
-    ("face", "path", "body", "status"),
+    ("server_kind", "path", "body", "status"),
     [
         ("sglang", "/nothing", {}, 404),
         ("vllm", "/nothing", {}, 404),
@@ -167,62 +166,64 @@ def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(
     ],
 )
 def test_wrong_values_have_the_status_of_the_real_server(
-    servers: dict[str, Served], face: str, path: str, body: dict[str, Any], status: int
+    servers: dict[str, Served], server_kind: str, path: str, body: dict[str, Any], status: int
 ) -> None:
     """Unknown endpoints and fields, values out of range, ids beyond every integer."""
-    assert status == servers[face].client.post(path, json=body).status_code
-    assert 200 == answers(servers[face], face)
+    assert status == servers[server_kind].client.post(path, json=body).status_code
+    assert 200 == answers(servers[server_kind], server_kind)
 
 
 def test_a_method_that_an_endpoint_has_not_is_a_405_that_names_those_it_has(
-    servers: dict[str, Served], face: str
+    servers: dict[str, Served], server_kind: str
 ) -> None:
     """As HTTP asks for."""
-    reply = servers[face].client.get(CALLS[face][0])
+    reply = servers[server_kind].client.get(CALLS[server_kind][0])
     assert (405, True) == (reply.status_code, "POST" in reply.headers["allow"])
 
 
 def test_a_handle_in_use_is_refused_by_sglang_and_taken_by_vllm(
-    servers: dict[str, Served], face: str
+    servers: dict[str, Served], server_kind: str
 ) -> None:
     """SGLang refuses a duplicate rid while the first is in flight; vLLM makes its ids unique
     itself.
     """
-    server, (path, body) = servers[face], LONG[face]
+    server, (path, body) = servers[server_kind], LONG[server_kind]
     first = threading.Thread(target=lambda: server.client.post(path, json=body))
     first.start()
     until(lambda: runs(server))
-    short = {**body, "sampling_params": CALLS[face][1]["sampling_params"]}
+    short = {**body, "sampling_params": CALLS[server_kind][1]["sampling_params"]}
     again = server.client.post(path, json=short)
-    assert (400 if face == "sglang" else 200) == again.status_code
+    assert (400 if server_kind == "sglang" else 200) == again.status_code
     server.client.post(
-        "/abort_request" if face == "sglang" else "/abort_requests", json={"abort_all": True}
+        "/abort_request" if server_kind == "sglang" else "/abort_requests", json={"abort_all": True}
     )
     first.join(20)
     assert 200 == server.client.post(path, json=short).status_code  # the handle is free again
 
 
-def test_aborts_of_what_is_not_there_are_taken(servers: dict[str, Served], face: str) -> None:
+def test_aborts_of_what_is_not_there_are_taken(
+    servers: dict[str, Served], server_kind: str
+) -> None:
     """An unknown id, an empty one and none at all are answered, and end nothing."""
     bodies: tuple[Any, ...] = (
         ({"rid": "nobody"}, {"rid": ""}, {})
-        if face == "sglang"
+        if server_kind == "sglang"
         else ({"request_ids": ["nobody"]}, {})
     )
-    path = "/abort_request" if face == "sglang" else "/abort_requests"
+    path = "/abort_request" if server_kind == "sglang" else "/abort_requests"
     assert [200] * len(bodies) == [
-        servers[face].client.post(path, json=body).status_code for body in bodies
+        servers[server_kind].client.post(path, json=body).status_code for body in bodies
     ]
 
 
 def test_weights_are_taken_while_paused_and_while_not(
-    servers: dict[str, Served], face: str
+    servers: dict[str, Served], server_kind: str
 ) -> None:
     """An update needs no pause; pausing twice and resuming twice are taken, and the engine runs
     afterwards.
     """
-    server = servers[face]
-    if face == "sglang":
+    server = servers[server_kind]
+    if server_kind == "sglang":
         pause, resume = ("/pause_generation", {"mode": "retract"}), ("/continue_generation", {})
         update = ("/update_weights_from_disk", {"model_path": "x", "weight_version": "v"})
     else:
@@ -230,15 +231,15 @@ def test_weights_are_taken_while_paused_and_while_not(
         update = ("/update_weights", {"update_info": {"weight_dir": "x"}})
     orders = [update, pause, pause, update, resume, resume]
     assert [200] * 6 == [server.client.post(path, json=body).status_code for path, body in orders]
-    assert 200 == answers(server, face)
+    assert 200 == answers(server, server_kind)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_frees_its_slot(
-    servers: dict[str, Served], face: str, stream: bool
+    servers: dict[str, Served], server_kind: str, stream: bool
 ) -> None:
-    """Nothing goes on running for somebody who hung up, whether tokens were streamed to it or not."""
-    server, (path, body) = servers[face], LONG[face]
+    """No call goes on for a client that hung up, whether tokens were streamed to it or not."""
+    server, (path, body) = servers[server_kind], LONG[server_kind]
     host, port = server.url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port))
     connection.request(
@@ -249,23 +250,23 @@ def test_a_client_that_vanishes_frees_its_slot(
         connection.getresponse().read(10)
     connection.close()
     until(lambda: idle(server))
-    assert 200 == answers(server, face)
+    assert 200 == answers(server, server_kind)
 
 
 def test_many_clients_that_vanish_at_once_leave_nothing(
-    servers: dict[str, Served], face: str
+    servers: dict[str, Served], server_kind: str
 ) -> None:
     """More than the engine runs at once: those that waited are forgotten, too."""
-    server, (path, body) = servers[face], LONG[face]
+    server, (path, body) = servers[server_kind], LONG[server_kind]
     host, port = server.url.removeprefix("http://").split(":")
     connections = []
     for number in range(12):
         connection = http.client.HTTPConnection(host, int(port))
-        one = {**body, "rid": f"gone-{number}", "request_id": f"gone-{number}"}
-        connection.request("POST", path, json.dumps(one), {"content-type": "application/json"})
+        sglang = {**body, "rid": f"gone-{number}", "request_id": f"gone-{number}"}
+        connection.request("POST", path, json.dumps(sglang), {"content-type": "application/json"})
         connections.append(connection)
     until(lambda: server.do(lambda: len(server.backend.engine.in_flight)) == 12)
     for connection in connections:
         connection.close()
     until(lambda: idle(server))
-    assert 200 == answers(server, face)
+    assert 200 == answers(server, server_kind)

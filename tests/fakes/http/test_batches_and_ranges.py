@@ -44,19 +44,19 @@ def test_each_prompt_of_a_batch_has_its_own_parameters(sglang: Served) -> None:
         "logprob_start_len": [0, -1],
         "top_logprobs_num": [1, 0],
     }
-    one, other = sglang.client.post(
+    one_reply, other_reply = sglang.client.post(
         "/generate", json={"input_ids": TWO, "rid": ["a", "b"], **lists}
     ).json()
     assert ("a", 2, 3) == (
-        one["meta_info"]["id"],
-        len(one["output_ids"]),
-        len(one["meta_info"]["input_token_logprobs"]),
+        one_reply["meta_info"]["id"],
+        len(one_reply["output_ids"]),
+        len(one_reply["meta_info"]["input_token_logprobs"]),
     )
-    assert 2 == len(one["meta_info"]["output_top_logprobs"])
+    assert 2 == len(one_reply["meta_info"]["output_top_logprobs"])
     assert ("b", 3, False) == (
-        other["meta_info"]["id"],
-        len(other["output_ids"]),
-        "output_token_logprobs" in other["meta_info"],
+        other_reply["meta_info"]["id"],
+        len(other_reply["output_ids"]),
+        "output_token_logprobs" in other_reply["meta_info"],
     )
     several = [{"max_new_tokens": 1, "n": 2}, {"max_new_tokens": 2, "n": 2}]
     replies = sglang.client.post(

@@ -34,7 +34,7 @@ VLLM = ServeOptions(
     engine=ENGINE,
     contract=Contract(**{**CONTRACT, "dtype": "uint8", "logprobs": "raw"}),
 )
-FACES = [("sglang", SGLANG), ("sglang", replace(SGLANG, incremental=True)), ("vllm", VLLM)]
+SERVER_KINDS = [("sglang", SGLANG), ("sglang", replace(SGLANG, incremental=True)), ("vllm", VLLM)]
 
 
 class Client:
@@ -42,14 +42,18 @@ class Client:
     tokens that it has, or ``anew``.
     """
 
-    def __init__(self, server: Served, face: str, *, incremental: bool) -> None:
-        self.server, self.face, self.delta = server, face, incremental or face == "vllm"
+    def __init__(self, server: Served, server_kind: str, *, incremental: bool) -> None:
+        self.server, self.server_kind, self.delta = (
+            server,
+            server_kind,
+            incremental or server_kind == "vllm",
+        )
         self.ids: list[int] = []
         self.logprobs: list[float] = []
 
-    def rollout(self, request: Request, *, leave: int | None, anew: bool) -> Rollout:
+    def rollout(self, request: Request, *, leave: int | None, again: bool) -> Rollout:
         self._call(request, leave)
-        if anew:
+        if again:
             self.ids, self.logprobs = [], []
         while len(self.ids) < BUDGET:
             self._call(request, None)
@@ -65,7 +69,7 @@ class Client:
         prompt, budget = [*request.prompt_ids, *self.ids], BUDGET - len(self.ids)
         ids, logprobs, ended = [], [], False
         try:
-            path, body = self._asked(prompt, budget)
+            path, body = self._request_to(prompt, budget)
             with self.server.client.stream(
                 "POST", path, json=body, headers=dict(Teller.headers(request.request_id))
             ) as reply:
@@ -79,8 +83,8 @@ class Client:
         assert ended or leave is not None or len(ids) < budget
         self.ids, self.logprobs = self.ids + ids, self.logprobs + logprobs
 
-    def _asked(self, prompt: list[int], budget: int) -> tuple[str, Any]:
-        if self.face == "sglang":
+    def _request_to(self, prompt: list[int], budget: int) -> tuple[str, Any]:
+        if self.server_kind == "sglang":
             return "/generate", {
                 "input_ids": prompt,
                 "sampling_params": {"max_new_tokens": budget},
@@ -94,7 +98,7 @@ class Client:
         }
 
     def _read(self, event: Any) -> tuple[list[int], list[float], bool]:
-        if self.face == "sglang":
+        if self.server_kind == "sglang":
             meta = event["meta_info"]
             return (
                 event["output_ids"],
@@ -103,7 +107,9 @@ class Client:
             )
         (choice,) = event["choices"]
         logprobs = (
-            [one["logprob"] for one in choice["logprobs"]["content"]] if choice["logprobs"] else []
+            [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            if choice["logprobs"]
+            else []
         )
         return choice["token_ids"], logprobs, choice["finish_reason"] is not None
 
@@ -120,14 +126,14 @@ def judged(server: Served, options: ServeOptions) -> tuple[Judgement, list[Any]]
 
 
 @pytest.mark.parametrize("anew", [False, True])
-@pytest.mark.parametrize(("face", "options"), FACES)
+@pytest.mark.parametrize(("server_kind", "options"), SERVER_KINDS)
 def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
-    face: str, options: ServeOptions, anew: bool
+    server_kind: str, options: ServeOptions, again: bool
 ) -> None:
     """Wherever it leaves; the trace says that nobody received those replies whole, and the samples
     are found right.
     """
-    with served(face, options) as server:
+    with served(server_kind, options) as server:
         teller = Teller(server.url)
         for number, leave in enumerate((0, 1, 3, 20, 38)):
             request = Request(
@@ -137,8 +143,8 @@ def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
                 want_routes=False,
             )
             teller.submit(request)
-            client = Client(server, face, incremental=options.incremental)
-            teller.result(client.rollout(request, leave=leave, anew=anew))
+            client = Client(server, server_kind, incremental=options.incremental)
+            teller.result(client.rollout(request, leave=leave, again=again))
         found, events = judged(server, options)
     assert () == found.failed, [result.findings for result in found.results if result.findings]
     assert {
@@ -155,13 +161,13 @@ def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
 
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("kind", ["reset", "truncate", "wrong-length"])
-@pytest.mark.parametrize(("face", "options"), FACES)
+@pytest.mark.parametrize(("server_kind", "options"), SERVER_KINDS)
 def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(
-    face: str, options: ServeOptions, kind: str, anew: bool
+    server_kind: str, options: ServeOptions, kind: str, again: bool
 ) -> None:
     """A planned fault of the wire; a reset may take along what had been sent before it."""
     plan = FaultPlan.from_dict({"faults": [{"do": kind, "nth": [1, 3], "keep": 0.6}]})
-    with served(face, options, plan=plan) as server:
+    with served(server_kind, options, plan=plan) as server:
         teller = Teller(server.url)
         for number in range(2):
             request = Request(
@@ -172,8 +178,8 @@ def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(
             )
             teller.submit(request)
             teller.result(
-                Client(server, face, incremental=options.incremental).rollout(
-                    request, leave=None, anew=anew
+                Client(server, server_kind, incremental=options.incremental).rollout(
+                    request, leave=None, again=again
                 )
             )
         found, events = judged(server, options)
@@ -200,8 +206,8 @@ def test_a_client_that_is_wrong_about_what_it_has_is_found(wrong: str) -> None:
             if leave is not None and wrong == "stitch.logprobs-paired":
                 self.logprobs = [*self.logprobs[1:], self.logprobs[0]]
 
-        def rollout(self, request: Request, *, leave: int | None, anew: bool) -> Rollout:
-            sample = super().rollout(request, leave=leave, anew=anew)
+        def rollout(self, request: Request, *, leave: int | None, again: bool) -> Rollout:
+            sample = super().rollout(request, leave=leave, again=again)
             if wrong != "stitch.tokens":
                 return sample
             assert leave is not None
@@ -220,7 +226,7 @@ def test_a_client_that_is_wrong_about_what_it_has_is_found(wrong: str) -> None:
         )
         teller.submit(request)
         teller.result(
-            Wrong(server, "sglang", incremental=False).rollout(request, leave=6, anew=False)
+            Wrong(server, "sglang", incremental=False).rollout(request, leave=6, again=False)
         )
         found, _ = judged(server, SGLANG)
     assert wrong in found.failed

@@ -21,7 +21,7 @@ from rollproof.fakes.http.fault_plan import (
 )
 from tests.fakes.http.served import served
 
-ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
+BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
 
 
 def plan(**fault: Any) -> FaultPlan:
@@ -128,8 +128,8 @@ def test_a_plan_that_cannot_be_read_is_told(tmp_path: Path) -> None:
             FaultPlan.from_file(path)
 
 
-def befallen(one: FaultPlan, requests: list[tuple[str, bytes]]) -> list[int]:
-    faults = PlanProgress(one, lambda _fault, _path: None)
+def hit_by(a_plan: FaultPlan, requests: list[tuple[str, bytes]]) -> list[int]:
+    faults = PlanProgress(a_plan, lambda _fault, _path: None)
     return [
         number
         for number, (path, body) in enumerate(requests, 1)
@@ -142,18 +142,18 @@ def test_a_fault_befalls_whom_it_names() -> None:
     seed, others with another).
     """
     mixed = [("/generate" if i % 2 else "/health", b'{"rid": "r%d"}' % i) for i in range(40)]
-    assert [4, 8] == befallen(plan(do="reset", path="/generate", nth=[2, 4]), mixed)
-    assert [6] == befallen(plan(do="reset", request_id="r5"), mixed)
+    assert [4, 8] == hit_by(plan(do="reset", path="/generate", nth=[2, 4]), mixed)
+    assert [6] == hit_by(plan(do="reset", request_id="r5"), mixed)
     again = [("/generate", b'{"rid": "r1"}'), ("/generate", b'{"rid": "r2"}')] * 3
-    assert [3] == befallen(
+    assert [3] == hit_by(
         plan(do="reset", request_id="r1", nth=[2]), again
     )  # the second of its own calls, whoever asks between
-    assert [1, 2] == befallen(plan(do="reset", times=2), mixed)
+    assert [1, 2] == hit_by(plan(do="reset", times=2), mixed)
     drawn = [
         FaultPlan(faults=(WireFault(do=WireFaultKind.SLOW, probability=0.3),), seed=seed)
         for seed in (1, 1, 2)
     ]
-    first, again, other = (befallen(one, mixed) for one in drawn)
+    first, again, other = (hit_by(a_plan, mixed) for a_plan in drawn)
     assert first == again != other
     assert 0 < len(first) < 40
 
@@ -162,7 +162,7 @@ def test_what_became_of_a_plan_is_told() -> None:
     """Of all servers together: a fault that nothing fitted and an action that never came are told
     apart from those that happened.
     """
-    whole = FaultPlan.from_dict(
+    full_plan = FaultPlan.from_dict(
         {
             "faults": [
                 {"do": "reset", "path": "/generate", "nth": [2]},
@@ -174,7 +174,7 @@ def test_what_became_of_a_plan_is_told() -> None:
             ],
         }
     )
-    servers = [PlanProgress(whole, lambda _fault, _path: None) for _ in range(2)]
+    servers = [PlanProgress(full_plan, lambda _fault, _path: None) for _ in range(2)]
     for server in servers:
         for _ in range(3):
             server.due("/generate", b"{}")
@@ -184,7 +184,7 @@ def test_what_became_of_a_plan_is_told() -> None:
         "action 1 (abort of 'r1' at 2 tokens): happened",
         "action 2 (abort of 'r1' at 2 tokens): did not happen: 'r1' did not get that far",
         "action 3 (abort of 'r2' at 2 tokens): happened",
-    ] == list(plan_summary(whole, [*servers, None], whole.actions[:1]))
+    ] == list(plan_summary(full_plan, [*servers, None], full_plan.actions[:1]))
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_a_broken_connection_is_an_error_of_the_client(
     stream = fault.pop("stream", False)
     with served("sglang", plan=plan(path="/generate", nth=[1], **fault)) as server:
         with pytest.raises(error):
-            server.client.post("/generate", json={**ASK, "stream": stream})
-        assert 200 == server.client.post("/generate", json=ASK).status_code
+            server.client.post("/generate", json={**BODY, "stream": stream})
+        assert 200 == server.client.post("/generate", json=BODY).status_code
         events = server.do(lambda: server.backend.recorder.events)
     assert [False, True] == [event.delivered for event in events if isinstance(event, Reply)]
     assert ["lost-reply"] == [event.what for event in events if isinstance(event, Fault)]
@@ -216,8 +216,8 @@ def test_a_wrong_length_is_no_error_of_the_client_but_half_a_body() -> None:
     """The HTTP library is content; the JSON is not. A stream ends in order and without its mark."""
     with served("sglang", plan=plan(do="wrong-length", path="/generate", nth=[1, 2])) as server:
         with pytest.raises(ValueError, match=r"Unterminated|Expecting|delimiter"):
-            server.client.post("/generate", json=ASK).json()
-        text = server.client.post("/generate", json={**ASK, "stream": True}).text
+            server.client.post("/generate", json=BODY).json()
+        text = server.client.post("/generate", json={**BODY, "stream": True}).text
     assert "data: " in text
     assert "[DONE]" not in text
 
@@ -239,8 +239,8 @@ def test_a_slow_reply_is_late_and_one_that_nobody_waits_for_was_not_delivered() 
     """The engine takes the time, so that the trace is right about whoever gives up."""
     with served("sglang", plan=plan(do="slow", seconds=0.5, nth=[1, 2])) as server:
         with pytest.raises(httpx.ReadTimeout):
-            server.client.post("/generate", json=ASK, timeout=0.2)
-        reply = server.client.post("/generate", json=ASK)
+            server.client.post("/generate", json=BODY, timeout=0.2)
+        reply = server.client.post("/generate", json=BODY)
         events = server.do(lambda: server.backend.recorder.events)
     assert reply.elapsed.total_seconds() >= 0.5
     assert [False, True] == [event.delivered for event in events if isinstance(event, Reply)]
@@ -250,8 +250,8 @@ def test_the_engine_carries_out_actions_of_its_own() -> None:
     """An abort after the second token of a request, by the id of its call."""
     actions = {"actions": [{"do": "abort", "when": {"request": "r1", "tokens": 2}}]}
     with served("sglang", plan=FaultPlan.from_dict(actions)) as server:
-        meta = server.client.post("/generate", json={**ASK, "rid": "r1"}).json()["meta_info"]
-        other = server.client.post("/generate", json={**ASK, "rid": "r2"}).json()["meta_info"]
+        meta = server.client.post("/generate", json={**BODY, "rid": "r1"}).json()["meta_info"]
+        other = server.client.post("/generate", json={**BODY, "rid": "r2"}).json()["meta_info"]
     assert ("abort", 2, "length") == (
         meta["finish_reason"]["type"],
         meta["completion_tokens"],
@@ -262,12 +262,12 @@ def test_the_engine_carries_out_actions_of_its_own() -> None:
 def test_a_request_is_found_by_the_header_that_names_it() -> None:
     """As the actions of a plan find it: a stack need not send a handle of its own."""
     with served("sglang", plan=plan(do="status", status=503, request_id="mine")) as server:
-        heard = [
+        statuses = [
             httpx.post(
                 f"{server.url}/generate",
-                json=ASK,
+                json=BODY,
                 headers={} if name is None else {"x-rollproof-request": name},
             ).status_code
             for name in (None, "other", "mine", None)
         ]
-    assert [200, 200, 503, 200] == heard
+    assert [200, 200, 503, 200] == statuses

@@ -28,8 +28,8 @@ from rollproof.verification.traces import judge
 MANAGERS = (SglangManager, SglangStreamer, VllmManager, VllmStreamer, SglangKeeper, VllmKeeper)
 
 
-def clean(manager: type[HttpManager], one: Case) -> None:
-    assert () == judge(run_case(manager, one)).failed, one
+def clean(manager: type[HttpManager], scenario: Case) -> None:
+    assert () == judge(run_case(manager, scenario)).failed, scenario
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
@@ -38,8 +38,8 @@ def test_a_correct_manager_is_clean_over_http(manager: type[HttpManager]) -> Non
     flavour = manager.flavours[0]
     contract, _ = idle_contracts(manager, case(flavour=flavour))
     cases = list(small_scope(flavour, contract))
-    for one in islice(cases, 0, None, max(1, len(cases) // 40)):
-        clean(manager, one)
+    for scenario in islice(cases, 0, None, max(1, len(cases) // 40)):
+        clean(manager, scenario)
 
 
 @pytest.mark.parametrize("kind", list(WireFaultKind))
@@ -54,8 +54,8 @@ def test_a_correct_manager_survives_every_fault_of_the_wire(
     class Harmed(manager):  # type: ignore[misc, valid-type]
         plan = FaultPlan(faults=(WireFault(do=kind, nth=(1, 3), seconds=7.0, after_engine=True),))
 
-    for one in (ABORTED, EMPTY, SYNCED):
-        fitting = case(*one.actions, flavour=manager.flavours[0])
+    for scenario in (ABORTED, EMPTY, SYNCED):
+        fitting = case(*scenario.actions, flavour=manager.flavours[0])
         trace = run_case(Harmed, fitting)
         assert () == judge(trace).failed
         lost = sum(isinstance(event, Reply) and not event.delivered for event in trace.events)
@@ -78,13 +78,13 @@ def test_what_a_broken_stream_brought_may_be_kept_or_dropped(
         plan = FaultPlan(faults=(WireFault(do=kind, nth=(1, 2, 4), keep=keep),))
 
     turns = request(max_tokens=24, turns=((7, 8), (9,)))
-    for one in (
+    for scenario in (
         case(requests=(request(max_tokens=9),)),
         case(requests=(turns,)),
         case(act(ActionKind.SYNC, 5), requests=(turns,)),
     ):
         trace = run_case(
-            Harmed, case(*one.actions, requests=one.requests, flavour=manager.flavours[0])
+            Harmed, case(*scenario.actions, requests=scenario.requests, flavour=manager.flavours[0])
         )
         assert () == judge(trace).failed
         first, second = [event.prompt_ids for event in trace.events if isinstance(event, Call)][:2]
@@ -93,11 +93,11 @@ def test_what_a_broken_stream_brought_may_be_kept_or_dropped(
 
 def test_the_same_case_gives_the_same_trace() -> None:
     """HTTP in virtual time is as repeatable as a call: events are equal, byte for byte."""
-    one = case(
+    scenario = case(
         act(ActionKind.SYNC, 2),
         requests=(request(), request("r1", (31, 32))),
         flavour="sglang",
         servers=2,
     )
-    first, second = (run_case(SglangStreamer, one) for _ in range(2))
+    first, second = (run_case(SglangStreamer, scenario) for _ in range(2))
     assert repr(first.events) == repr(second.events)

@@ -85,11 +85,11 @@ def test_what_was_cut_off_is_known_again_and_takes_little() -> None:
     try:
         for number in range(1, 300):
             samples.answered(f"r{number}", (number,), cut)
-        held, _ = tracemalloc.get_traced_memory()
+        used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
 
-    assert held < 200_000
+    assert used < 200_000
     assert ["r200", "other", "other"] == [
-        samples.owner((one, *cut.token_ids), "other") for one in (200, 200, 300)
+        samples.owner((token, *cut.token_ids), "other") for token in (200, 200, 300)
     ]

@@ -67,10 +67,10 @@ def test_a_salt_parts_the_prefix_cache_of_vllm(vllm: Served, path: str) -> None:
     """
     for body in ({}, {}, {"cache_salt": "1"}, {"cache_salt": "2"}, {"cache_salt": "1"}):
         _complete(vllm, path, body)
-    first, again, one, two, one_again = _cached(vllm)
-    assert (0, 0, 0) == (first, one, two)
+    first, again, first_salt, second_salt, first_salt_again = _cached(vllm)
+    assert (0, 0, 0) == (first, first_salt, second_salt)
     assert again
-    assert again == one_again
+    assert again == first_salt_again
     calls = [
         event.sampling.get("cache_salt")
         for event in vllm.backend.recorder.events
@@ -106,10 +106,10 @@ def test_salts_and_keys_part_the_prefix_cache_of_sglang(sglang: Served) -> None:
     """``cache_salt`` and ``extra_key`` hold prompt by prompt, and an empty one is none."""
 
     def cached(**body: Any) -> list[int]:
-        asked = {"input_ids": [[5, 6, 7, 8]], "sampling_params": {"max_new_tokens": 1}, **body}
+        requests = {"input_ids": [[5, 6, 7, 8]], "sampling_params": {"max_new_tokens": 1}, **body}
         return [
             reply["meta_info"]["cached_tokens"]
-            for reply in sglang.client.post("/generate", json=asked).json()
+            for reply in sglang.client.post("/generate", json=requests).json()
         ]
 
     assert [0] == cached()

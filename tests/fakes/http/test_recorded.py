@@ -26,7 +26,7 @@ from tests.fakes.http.known_differences import (
     STATUS_ONLY,
     UNSTEADY,
 )
-from tests.fakes.http.recording import KEPT_ITEMS, ends
+from tests.fakes.http.recording import MAX_ITEMS, ends
 from tests.fakes.http.served import Served, running, served
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -91,10 +91,10 @@ def exchanges_of(kind: str) -> list[Mapping[str, Any]]:
 
 
 def started(kind: str) -> Any:
-    face = kind.partition("_")[0]
-    if face == "router":
+    server_kind = kind.partition("_")[0]
+    if server_kind == "router":
         return running(lambda: routing("sglang", ServeOptions(flavour="sglang"), 2))
-    return served(face, OPTIONS[face])
+    return served(server_kind, OPTIONS[server_kind])
 
 
 def differences(
@@ -106,17 +106,17 @@ def differences(
     waiting: list[tuple[str, Mapping[str, Any], threading.Thread, list[Any]]] = []
     for number, exchange in enumerate(exchanges):
         name = f"{kind}-{number}"
-        for later, call in begun_beside(exchanges, number):
+        for later, call in started_during(exchanges, number):
             waiting.append(begin(server, f"{kind}-{later}", call))
         if is_long(exchange):
             _, real, thread, got = waiting.pop(0)
             thread.join(60)
             yield from compared(name, real, got[0])
         else:
-            yield from compared(name, exchange, ask(server, exchange["request"], kind))
+            yield from compared(name, exchange, send(server, exchange["request"], kind))
 
 
-def begun_beside(
+def started_during(
     exchanges: list[Mapping[str, Any]], number: int
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """A long call that ends after this order and was begun before it: the recorder gives its orders
@@ -161,7 +161,7 @@ def is_long(exchange: Mapping[str, Any]) -> bool:
 def begin(server: Served, name: str, exchange: Mapping[str, Any]) -> Any:
     """Start a long call, and wait until it runs."""
     got: list[Any] = []
-    thread = threading.Thread(target=lambda: got.append(ask(server, exchange["request"], name)))
+    thread = threading.Thread(target=lambda: got.append(send(server, exchange["request"], name)))
     thread.start()
     end = time.monotonic() + 20
     while (
@@ -172,7 +172,7 @@ def begin(server: Served, name: str, exchange: Mapping[str, Any]) -> Any:
     return name, exchange, thread, got
 
 
-def ask(server: Served, request: Mapping[str, Any], kind: str) -> tuple[int, str, Any]:
+def send(server: Served, request: Mapping[str, Any], kind: str) -> tuple[int, str, Any]:
     path = request["path"]
     if kind == "router_workers" and path.startswith("/workers/") and "00000000" not in path:
         path = "/workers/" + server.client.get("/workers").json()["workers"][0]["id"]
@@ -218,30 +218,31 @@ def compared(
     if name in CHANCE:
         return
     real, (status, media, body) = exchange["response"], answer
-    whole = entry("SKIPPED", name) if name in SKIPPED else ""
+    excuse_all = entry("SKIPPED", name) if name in SKIPPED else ""
     if real["status"] != status:
-        yield name, (f"status {status}, not {real['status']}: {json.dumps(body)[:160]}", whole)
+        yield name, (f"status {status}, not {real['status']}: {json.dumps(body)[:160]}", excuse_all)
     elif real["content_type"] != media and (real["content_type"] or real["body"]):
         if real["content_type"] or media != "text/plain":
-            yield name, (f"media type {media!r}, not {real['content_type']!r}", whole)
+            yield name, (f"media type {media!r}, not {real['content_type']!r}", excuse_all)
     else:
-        whole = whole or (entry("STATUS_ONLY", name) if name in STATUS_ONLY else "")
+        excuse_all = excuse_all or (entry("STATUS_ONLY", name) if name in STATUS_ONLY else "")
         path = exchange["request"]["path"].partition("?")[0]
         yield from (
-            (name, (text, whole or excuse)) for text, excuse in unlike(real["body"], body, path, "")
+            (name, (text, excuse_all or excuse))
+            for text, excuse in differences_in(real["body"], body, path, "")
         )
 
 
-def unlike(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]:
+def differences_in(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]:
     """Keys that only one of them has, and values of another kind. Of arrays the items are compared
     as far as both have some.
     """
-    unsteady = next((known for known in UNSTEADY if where.endswith(known)), None)
-    for text, excuse in _unlike(real, ours, path, where):
+    unsteady = next((entry_at for entry_at in UNSTEADY if where.endswith(entry_at)), None)
+    for text, excuse in _differences_in(real, ours, path, where):
         yield text, excuse if unsteady is None else entry("UNSTEADY", unsteady)
 
 
-def _unlike(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]:
+def _differences_in(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]:
     if isinstance(real, Mapping) and isinstance(ours, Mapping):
         for key in sorted({*real, *ours}):
             place = f"{where}.{key}" if where else key
@@ -253,19 +254,19 @@ def _unlike(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]
                     excused("EXTRA", EXTRA, path, place),
                 )
             else:
-                yield from unlike(real[key], ours[key], path, place)
+                yield from differences_in(real[key], ours[key], path, place)
     elif isinstance(real, list) and isinstance(ours, list):
         if bool(real) != bool(ours):
             yield f"{where}: {len(ours)} items, not {len(real)}", ""
         elif where == "" or where.endswith("choices"):
             if where and len(real) != min(
-                len(ours), KEPT_ITEMS if len(real) == KEPT_ITEMS else len(ours)
+                len(ours), MAX_ITEMS if len(real) == MAX_ITEMS else len(ours)
             ):
                 yield f"{where}: {len(ours)} items, not {len(real)}", ""
-            for one, other in zip(real, ours, strict=False):
-                yield from unlike(one, other, path, where)
+            for real_item, our_item in zip(real, ours, strict=False):
+                yield from differences_in(real_item, our_item, path, where)
         elif real and ours:
-            yield from unlike(real[0], ours[0], path, f"{where}[]")
+            yield from differences_in(real[0], ours[0], path, f"{where}[]")
     elif kind_of(real) != kind_of(ours):
         yield (
             f"{where or 'body'} is {kind_of(ours)}, not {kind_of(real)}",
@@ -274,8 +275,10 @@ def _unlike(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]
 
 
 def excused(table: str, entries: Mapping[str, tuple[str, ...]], path: str, place: str) -> str:
-    known = next((one for one in entries.get(path, ()) if place.endswith(one)), None)
-    return "" if known is None else entry(table, path, known)
+    entry_at = next(
+        (real_item for real_item in entries.get(path, ()) if place.endswith(real_item)), None
+    )
+    return "" if entry_at is None else entry(table, path, entry_at)
 
 
 def kind_of(value: Any) -> str:

@@ -46,7 +46,7 @@ def trl_client(url: str) -> Any:
         return vllm_client.VLLMClient(base_url=url)
 
 
-def told(server: Served, requests: list[Request], answer: Any) -> Any:
+def judgement(server: Served, requests: list[Request], answer: Any) -> Any:
     """The verdicts of a client's answer to these requests, one sample each."""
     teller = Teller(server.url)
     for number, request in enumerate(requests):
@@ -94,7 +94,7 @@ def test_what_trls_client_makes_of_replies_is_right(chat: bool) -> None:
             answer = client.generate(
                 [list(request.prompt_ids) for request in requests], max_tokens=5, temperature=0.7
             )
-        found = told(server, requests, answer)
+        found = judgement(server, requests, answer)
     assert () == found.failed, [result.findings for result in found.results if result.findings]
     assert {
         "stitch.prompt",

@@ -25,7 +25,7 @@ PROMISED: dict[str, Any] = {
     "logprobs": "none",
     "kv_policy": "recompute",
 }
-ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
 
 
 @pytest.fixture(params=list(RouterKind))
@@ -36,7 +36,7 @@ def router(request: pytest.FixtureRequest) -> Iterator[Served]:
         yield found
 
 
-def asked(router: Served) -> list[str]:
+def servers_called(router: Served) -> list[str]:
     first = next(iter(router.backend.values()))
     return [
         event.server_id
@@ -46,13 +46,13 @@ def asked(router: Served) -> list[str]:
 
 
 def test_calls_are_spread_and_sessions_stay(router: Served) -> None:
-    """Idle workers take turns; what names a session goes where that went before; all is one trace."""
+    """Idle workers take turns; a session stays with its worker; all calls are in one trace."""
     for _ in range(6):
-        assert 200 == router.client.post("/generate", json=ASK).status_code
-    assert ["s0", "s1", "s2"] * 2 == asked(router)
+        assert 200 == router.client.post("/generate", json=BODY).status_code
+    assert ["s0", "s1", "s2"] * 2 == servers_called(router)
     for _ in range(3):
-        router.client.post("/generate", json=ASK, headers={"x-smg-routing-key": "mine"})
-    assert 1 == len(set(asked(router)[6:]))
+        router.client.post("/generate", json=BODY, headers={"x-smg-routing-key": "mine"})
+    assert 1 == len(set(servers_called(router)[6:]))
     first = next(iter(router.backend.values()))
     assert ["s0", "s1", "s2"] == [
         event.server_id
@@ -68,14 +68,14 @@ def test_a_dead_worker_is_left_out_and_its_connections_break(router: Served) -> 
     url, dead = next(iter(router.backend.items()))
     router.do(dead.engine.kill)
     for _ in range(4):
-        assert 200 == router.client.post("/generate", json=ASK).status_code
-    assert {"s1", "s2"} == set(asked(router))
+        assert 200 == router.client.post("/generate", json=BODY).status_code
+    assert {"s1", "s2"} == set(servers_called(router))
     with pytest.raises(Exception, match=r"reset|disconnected|closed"):
         router.client.get(f"{url}/health")
 
 
 def test_what_goes_to_workers_themselves_reaches_each_of_them(router: Served) -> None:
-    """Slime lists the workers and aborts on each; an update on one leaves the others as they were."""
+    """Slime lists the workers and aborts on each; an update of one changes no other."""
     urls: list[Any] = list(router.backend)
     for url in urls:
         assert (
@@ -98,7 +98,7 @@ def test_samples_are_told_to_the_router(kind: RouterKind) -> None:
         first = next(iter(router.backend.values()))
         teller = Teller(router.url)
         teller.submit(Request(request_id="r0", prompt_ids=(5, 6, 7), max_tokens=2))
-        assert 200 == router.client.post("/generate", json=ASK).status_code
+        assert 200 == router.client.post("/generate", json=BODY).status_code
         router.do(first.engine.kill)
         teller.ended("r0")
         events = router.do(lambda: first.recorder.events)

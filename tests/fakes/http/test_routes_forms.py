@@ -18,9 +18,11 @@ from tests.fakes.http.served import Served, served
 PROMPT = [5, 6, 7, 8]
 
 
-def options(face: str, experts: int, **others: Any) -> ServeOptions:
+def options(server_kind: str, experts: int, **others: Any) -> ServeOptions:
     model = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=experts, top_k=3, vocab=1000)
-    return ServeOptions(flavour=face, model=model, engine=EngineOptions(step=0.001), **others)
+    return ServeOptions(
+        flavour=server_kind, model=model, engine=EngineOptions(step=0.001), **others
+    )
 
 
 def expected(server: Served, tokens: list[int], start: int) -> Any:

@@ -119,8 +119,8 @@ def test_options_that_do_not_go_together_are_refused_in_one_line(
     assert 254 == run(
         ["serve", *([] if "--as" in arguments else ["--as", "sglang"]), *arguments.split()]
     )
-    said = capsys.readouterr().err
-    assert text in said
+    printed = capsys.readouterr().err
+    assert text in printed
     assert [] == list(tmp_path.iterdir())
 
 
@@ -197,14 +197,14 @@ def test_a_killed_server_loses_no_more_than_a_second(
     assert reader.ending is not None
     assert (False, 0) == (reader.ending.closed, reader.ending.lost)
     assert 2 == run(["check", str(trace)])
-    told = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert re.search(
         r"not judged: \d+ checks \(stitch \d+, .*\): they are about requests and samples, and"
         r" nobody told",
-        told,
+        output,
     )
-    assert "nothing of what they wait for occurred (" in told
-    assert "next: have your stack tell them. `rollproof serve --contract FILE`" in told
+    assert "none of their situations occurred (" in output
+    assert "next: have your stack report its requests and samples." in output
 
 
 def test_a_full_disk_ends_the_server_and_is_told_once(tmp_path: Path) -> None:
@@ -221,9 +221,9 @@ def test_a_full_disk_ends_the_server_and_is_told_once(tmp_path: Path) -> None:
         until(lambda: answered(url, "/generate", CALL) is None)
         process.wait(30)
         assert process.stderr is not None
-        said = process.stderr.read()
-    assert (254, 1) == (process.returncode, said.count("\n")), said
-    assert f"rollproof: error: {trace} could not be written: [Errno 27]" in said
+        printed = process.stderr.read()
+    assert (254, 1) == (process.returncode, printed.count("\n")), printed
+    assert f"rollproof: error: {trace} could not be written: [Errno 27]" in printed
     assert "call" in [event.kind for event in TraceReader(trace)]
 
 

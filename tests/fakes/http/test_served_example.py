@@ -1,5 +1,5 @@
-"""The served example of the pages: what docs/http.md and docs/entry-points.md show is what its client and
-its trace say.
+"""The served example: docs/http.md and docs/entry-points.md show what its client and its trace
+really print.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(
     """An abort, a resume and a fault of the wire happen, each, and the page shows what is said of
     them.
     """
-    told = served(tmp_path, EXAMPLE / "served_client.py", capsys)
-    assert 2 == told["code"]
-    assert str(told["client"]) in PAGE
-    assert f"^C\n{told['end']}$" in PAGE
-    check = str(told["check"])
+    output = served(tmp_path, EXAMPLE / "served_client.py", capsys)
+    assert 2 == output["code"]
+    assert str(output["client"]) in PAGE
+    assert f"^C\n{output['end']}$" in PAGE
+    check = str(output["check"])
     assert " 0 fail, " in check
     exercised = check[check.index("  exercised\n") : check.index("checks: ")].rpartition("\n")[0]
     assert exercised in PAGE
@@ -74,10 +74,10 @@ def test_its_known_bug_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "".join(line for line in lines if '"routed_experts_start_len"' not in line),
         encoding="utf-8",
     )
-    told = served(tmp_path, bug, capsys)
-    assert 1 == told["code"]
+    output = served(tmp_path, bug, capsys)
+    assert 1 == output["code"]
     shown = PAGE[PAGE.index("  FAIL  routes.rows\n") :]
-    assert shown[: shown.index("```")] in str(told["check"])
+    assert shown[: shown.index("```")] in str(output["check"])
 
 
 def test_both_pages_show_the_plan_that_is_run() -> None:

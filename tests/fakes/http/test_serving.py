@@ -103,9 +103,9 @@ def test_the_last_answer_of_a_connection_arrives_whole() -> None:
                 ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30
             ) as client:
                 client.sendall(head + text)
-                heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
-            assert heard.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert heard.endswith(end)
+                received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+            assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert received.endswith(end)
 
 
 def test_small_pieces_are_sent_at_once() -> None:
@@ -114,19 +114,19 @@ def test_small_pieces_are_sent_at_once() -> None:
     """
 
     class Connected(asyncio.Protocol):
-        told: asyncio.Future[int]
+        reported: asyncio.Future[int]
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             sock = transport.get_extra_info("socket")
-            self.told.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            self.reported.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     async def main() -> int:
         loop = asyncio.get_running_loop()
-        Connected.told = loop.create_future()
+        Connected.reported = loop.create_future()
         with bound_socket() as listening:
             server = await loop.create_server(Connected, sock=listening)
             _, writer = await asyncio.open_connection(*listening.getsockname())
-            nodelay = await Connected.told
+            nodelay = await Connected.reported
             writer.close()
             server.close()
         return nodelay
@@ -142,7 +142,7 @@ def test_an_answer_has_the_same_head_however_it_is_written() -> None:
         b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "rid": "%d",'
         b' "return_routed_experts": true}'
     )
-    asked = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n%s"
+    raw_request = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n%s"
     with (
         served("sglang", OPTIONS) as server,
         socket.create_connection(
@@ -152,11 +152,12 @@ def test_an_answer_has_the_same_head_however_it_is_written() -> None:
         closing = [b"", b"", b"connection: close\r\n"]
         client.sendall(
             b"".join(
-                asked % (more, len(text) - 1, text % number) for number, more in enumerate(closing)
+                raw_request % (more, len(text) - 1, text % number)
+                for number, more in enumerate(closing)
             )
         )
-        heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
-    answers = re.split(rb"(?=HTTP/1\.1 200 OK\r\n)", heard)[1:]
+        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    answers = re.split(rb"(?=HTTP/1\.1 200 OK\r\n)", received)[1:]
     heads = [
         re.sub(rb"date: [^\r]+|content-length: \d+", b"...", answer.partition(b"\r\n\r\n")[0])
         for answer in answers

@@ -1,4 +1,4 @@
-"""SGLang's face: what it answers, and that it is the same fake engine behind it."""
+"""The fake SGLang server: its answers, and that they come from the same fake engine."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ OPTIONS = ServeOptions(
     max_body=20_000,
 )
 PROMPT = [5, 6, 7, 8]
-ASK = {
+BODY = {
     "input_ids": PROMPT,
     "sampling_params": {"max_new_tokens": 6, "temperature": 1.0},
     "return_logprob": True,
     "return_routed_experts": True,
 }
 
-Talk = Callable[[httpx.AsyncClient, EngineBackend], Awaitable[Any]]
+Conversation = Callable[[httpx.AsyncClient, EngineBackend], Awaitable[Any]]
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -56,7 +56,7 @@ async def until(happened: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen within ten seconds")
 
 
-def talk(what: Talk, options: ServeOptions = OPTIONS) -> Any:
+def converse_with(conversation: Conversation, options: ServeOptions = OPTIONS) -> Any:
     """Have a conversation with a server on loopback."""
 
     async def run() -> Any:
@@ -64,7 +64,7 @@ def talk(what: Talk, options: ServeOptions = OPTIONS) -> Any:
             serving("sglang", options) as (url, backend),
             httpx.AsyncClient(base_url=url, timeout=20) as client,
         ):
-            return await what(client, backend)
+            return await conversation(client, backend)
 
     return asyncio.run(run())
 
@@ -74,10 +74,10 @@ def test_a_call_is_answered_with_what_the_engine_computed() -> None:
     layers.
     """
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
-        return (await client.post("/generate", json={**ASK, "rid": "a"})).json(), backend.policy
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+        return (await client.post("/generate", json={**BODY, "rid": "a"})).json(), backend.policy
 
-    body, policy = talk(ask)
+    body, policy = converse_with(converse)
     meta, ids = body["meta_info"], [*PROMPT, *body["output_ids"]]
     rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(
         len(ids) - 1, 4, 3
@@ -98,14 +98,14 @@ def test_a_call_is_answered_with_what_the_engine_computed() -> None:
 def test_what_is_not_asked_for_is_not_there() -> None:
     """Without the switches there are no logprobs and no routes; with a start, rows begin there."""
 
-    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         bare = await client.post(
             "/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
         )
-        late = await client.post("/generate", json={**ASK, "routed_experts_start_len": 3})
+        late = await client.post("/generate", json={**BODY, "routed_experts_start_len": 3})
         return bare.json()["meta_info"], late.json()["meta_info"]
 
-    bare, late = talk(ask)
+    bare, late = converse_with(converse)
     assert not {"routed_experts", "output_token_logprobs"} & set(bare)
     assert (4 + 6 - 1 - 3) * 4 * 3 == np.frombuffer(
         base64.b64decode(late["routed_experts"]), "<i4"
@@ -117,8 +117,8 @@ def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() 
     counts, as SGLang's.
     """
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
-        long = {**ASK, "sampling_params": {"max_new_tokens": 4000}}
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+        long = {**BODY, "sampling_params": {"max_new_tokens": 4000}}
         calls = [
             asyncio.ensure_future(
                 client.post("/generate", json={**long, "input_ids": [9, i], "rid": f"x{i}"})
@@ -136,7 +136,7 @@ def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() 
         await client.post("/abort_request", json={"rid": "nobody"})
         return status, [reply.json()["meta_info"] for reply in await asyncio.gather(*calls)]
 
-    status, metas = talk(ask)
+    status, metas = converse_with(converse)
     assert 200 == status
     assert {"abort"} == {meta["finish_reason"]["type"] for meta in metas}
     assert [4, 2] == [
@@ -150,9 +150,9 @@ def test_an_update_is_paused_around_and_shown_in_spans() -> None:
     calls do not run while paused.
     """
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         call = asyncio.ensure_future(
-            client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 60}})
+            client.post("/generate", json={**BODY, "sampling_params": {"max_new_tokens": 60}})
         )
         await until(
             lambda: bool(backend.engine.progress()) and max(backend.engine.progress().values()) > 2
@@ -173,7 +173,7 @@ def test_an_update_is_paused_around_and_shown_in_spans() -> None:
             (await client.get("/model_info")).json()["weight_version"],
         )
 
-    meta, events, shown = talk(ask)
+    meta, events, shown = converse_with(converse)
     assert ["default", "w1"] == [span["version"] for span in meta["weight_versions"]]
     assert 60 == meta["weight_versions"][-1]["end"]
     assert "w1" == shown
@@ -191,9 +191,9 @@ def test_publishing_a_label_ends_all_requests_unless_told_otherwise(
 ) -> None:
     """The default of ``/update_weight_version`` ends what is in flight (miles #2372)."""
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         call = asyncio.ensure_future(
-            client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 400}})
+            client.post("/generate", json={**BODY, "sampling_params": {"max_new_tokens": 400}})
         )
         await until(lambda: bool(backend.engine.progress()))
         await client.post("/update_weight_version", json=body)
@@ -201,7 +201,7 @@ def test_publishing_a_label_ends_all_requests_unless_told_otherwise(
             isinstance(event, Abort) for event in backend.recorder.events
         )
 
-    assert ("abort" if aborted else "length", int(aborted)) == talk(ask)
+    assert ("abort" if aborted else "length", int(aborted)) == converse_with(converse)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -210,19 +210,21 @@ def test_a_stream_tells_every_token(incremental: bool) -> None:
     last has routes; then the end mark.
     """
 
-    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
-        async with client.stream("POST", "/generate", json={**ASK, "stream": True}) as reply:
+    async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
+        async with client.stream("POST", "/generate", json={**BODY, "stream": True}) as reply:
             return [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
 
-    lines = talk(ask, ServeOptions(flavour="sglang", model=MODEL, incremental=incremental))
+    lines = converse_with(
+        converse, ServeOptions(flavour="sglang", model=MODEL, incremental=incremental)
+    )
     chunks = [json.loads(line) for line in lines[:-1]]
     assert "[DONE]" == lines[-1]
-    told = (
+    reported = (
         [token for chunk in chunks for token in chunk["output_ids"]]
         if incremental
         else chunks[-1]["output_ids"]
     )
-    assert 6 == len(told)
+    assert 6 == len(reported)
     assert [True] + [False] * (len(chunks) - 1) == [
         "response_sent_to_client_ts" in chunk["meta_info"] for chunk in chunks
     ]
@@ -234,17 +236,17 @@ def test_a_stream_tells_every_token(incremental: bool) -> None:
 def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
     """Nothing goes on running for somebody who went away."""
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         async with client.stream(
             "POST",
             "/generate",
-            json={**ASK, "stream": True, "sampling_params": {"max_new_tokens": 2000}},
+            json={**BODY, "stream": True, "sampling_params": {"max_new_tokens": 2000}},
         ) as reply:
             async for _ in reply.aiter_lines():
                 break
         await until(lambda: not backend.engine.in_flight)
 
-    talk(ask)
+    converse_with(converse)
 
 
 def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
@@ -252,21 +254,21 @@ def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
     that takes its time, aborts land, too.
     """
 
-    async def ask(step: float) -> tuple[list[Any], Any]:
+    async def converse(step: float) -> tuple[list[Any], Any]:
         engine = EngineOptions(max_batch=3, step=step, prefix_cache=True, prefill_chunk=4)
         options = replace(
             OPTIONS, engine=engine, max_length=1_000_000
         )  # long enough for the abort to come in time
         bodies = [
             {
-                **ASK,
+                **BODY,
                 "rid": f"r{i}",
                 "input_ids": [5, 6, i],
                 "sampling_params": {"max_new_tokens": 5 * i + 1},
             }
             for i in range(6)
         ]
-        endless = {**ASK, "rid": "x", "sampling_params": {"max_new_tokens": 900_000}}
+        endless = {**BODY, "rid": "x", "sampling_params": {"max_new_tokens": 900_000}}
         async with serving("sglang", options) as (url, backend):
             client = HttpClient(int(url.rpartition(":")[2]))
             replies = await asyncio.gather(
@@ -281,7 +283,7 @@ def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
             ]
             return shown, (await long).json()["meta_info"]["finish_reason"]["type"]
 
-    assert asyncio.run(ask(0.001)) == asyncio.run(ask(0.0))
+    assert asyncio.run(converse(0.001)) == asyncio.run(converse(0.0))
 
 
 def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
@@ -289,12 +291,12 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
     streams neither.
     """
 
-    def held() -> int:
+    def alive_objects() -> int:
         gc.collect()
-        return sum(isinstance(one, InflightCall | Reply) for one in gc.get_objects())
+        return sum(isinstance(item, InflightCall | Reply) for item in gc.get_objects())
 
-    async def ask() -> tuple[int, int]:
-        before = held()  # of other tests
+    async def converse() -> tuple[int, int]:
+        before = alive_objects()  # of other tests
         backend = EngineBackend(ServeOptions(flavour="sglang"), keep=False)
         loop: Any = asyncio.get_running_loop()
         loop.network = Network(loop)
@@ -310,10 +312,10 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
             await client.request("POST", "/generate", body)
         schedule = backend.attribution
         assert schedule is not None
-        return held() - before, len(schedule.latest) + len(schedule._rejects)
+        return alive_objects() - before, len(schedule.latest) + len(schedule._rejects)
 
-    kept, counted = virtual_loop.run(ask)
-    assert kept <= 2  # the last call's, of which its future is not collected yet
+    remaining, counted = virtual_loop.run(converse)
+    assert remaining <= 2  # the last call's, of which its future is not collected yet
     assert 0 == counted
 
 
@@ -340,27 +342,29 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
     ],
 )
 def test_what_is_wrong_is_refused(path: str, body: dict[str, Any], status: int, words: str) -> None:
-    """Wrong bodies, values and paths get the status of their kind and a text that says what it is."""
+    """Wrong bodies, values and paths get the status of their kind and a text that explains it."""
 
-    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         reply = await client.post(path, json=body)
         return reply.status_code, reply.text
 
-    assert (status, True) == (lambda told: (told[0], words in told[1]))(talk(ask))
+    assert (status, True) == (lambda reported: (reported[0], words in reported[1]))(
+        converse_with(converse)
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 5000])
 def test_a_body_that_is_no_object_is_refused(content: bytes) -> None:
     """Malformed JSON is a 400, never a 500."""
 
-    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         return (await client.post("/generate", content=content)).status_code
 
-    assert 400 == talk(ask)
+    assert 400 == converse_with(converse)
 
 
 def test_a_served_run_is_judged(tmp_path: Path) -> None:
-    """What was served is written as a trace, which the engine's own checks find nothing wrong with."""
+    """A served run is written as a trace in which the engine's own checks find no fault."""
     path = tmp_path / "served.arrow"
 
     async def run() -> None:
@@ -371,20 +375,20 @@ def test_a_served_run_is_judged(tmp_path: Path) -> None:
             ):
                 await asyncio.gather(
                     *(
-                        client.post("/generate", json={**ASK, "input_ids": [i, 2, 3]})
+                        client.post("/generate", json={**BODY, "input_ids": [i, 2, 3]})
                         for i in range(10, 16)
                     )
                 )
 
     asyncio.run(run())
     header, events = next(iter(open_trace(path).episodes()))
-    kept = list(events)
+    remaining = list(events)
     assert (6, 6) == (
-        sum(isinstance(event, Call) for event in kept),
-        sum(isinstance(event, Reply) for event in kept),
+        sum(isinstance(event, Call) for event in remaining),
+        sum(isinstance(event, Reply) for event in remaining),
     )
     results = {
-        result.id: result for result in judge(Trace(header=header, events=tuple(kept))).results
+        result.id: result for result in judge(Trace(header=header, events=tuple(remaining))).results
     }
     assert [] == [name for name, result in results.items() if result.findings]
 

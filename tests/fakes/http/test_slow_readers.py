@@ -27,7 +27,7 @@ from tests.fakes.http.test_serve_command import started, until
 SIZES = ("--layers", "48", "--experts", "128", "--top-k", "8", "--step", "0")
 """So a reply has 80 KB, most of it routes."""
 CONNECTIONS, PIPELINED = 8, 80
-MOST = 25 << 20
+MAX_GROWTH = 25 << 20
 """Bytes by which the server may grow: half of the 8 x 80 replies that wait."""
 
 
@@ -35,14 +35,14 @@ MOST = 25 << 20
 def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Popen[str], str]]:
     with started(*SIZES, "--as", request.param) as (process, url):
         for number in range(8):
-            path, body = _asked(request.param, f"warm-{number}")
+            path, body = _request_to(request.param, f"warm-{number}")
             httpx.post(url + path, json=body)
         yield request.param, process, url
 
 
-def _asked(face: str, name: str, *, stream: bool = False) -> tuple[str, dict[str, Any]]:
+def _request_to(server_kind: str, name: str, *, stream: bool = False) -> tuple[str, dict[str, Any]]:
     """Path and body of a call with routes."""
-    if face == "sglang":
+    if server_kind == "sglang":
         sampling = {"max_new_tokens": 37, "ignore_eos": True}
         return "/generate", {
             "input_ids": [5, 6, 7],
@@ -68,9 +68,9 @@ def _connected(url: str) -> socket.socket:
     return client
 
 
-def _send(client: socket.socket, *asked: tuple[str, dict[str, Any]]) -> None:
+def _send(client: socket.socket, *requests: tuple[str, dict[str, Any]]) -> None:
     """Requests of these paths and bodies, in one piece."""
-    texts = [(path.encode(), json.dumps(body).encode()) for path, body in asked]
+    texts = [(path.encode(), json.dumps(body).encode()) for path, body in requests]
     head = (
         b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
         b" %d\r\n\r\n%s"
@@ -82,7 +82,7 @@ class Reader:
     """Reads answers from a connection, the first bytes in crumbs."""
 
     def __init__(self, client: socket.socket, crumbs: int = 400) -> None:
-        self._client, self._crumbs, self._held = client, crumbs, bytearray()
+        self._client, self._crumbs, self._buffer = client, crumbs, bytearray()
 
     def answer(self) -> bytes:
         """The body of the next one, of a known length or in chunks."""
@@ -99,22 +99,22 @@ class Reader:
         return b"".join(parts)
 
     def _until(self, end: bytes) -> bytes:
-        while (place := self._held.find(end)) < 0:
+        while (place := self._buffer.find(end)) < 0:
             self._more()
         return self._take(place + len(end))
 
     def _take(self, size: int) -> bytes:
-        while len(self._held) < size:
+        while len(self._buffer) < size:
             self._more()
-        taken = bytes(self._held[:size])
-        del self._held[:size]
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
         return taken
 
     def _more(self) -> None:
         self._crumbs -= 1
-        found = self._client.recv(7 if self._crumbs > 0 else 1 << 16)
-        assert found, "the connection ended before the whole answer had come"
-        self._held += found
+        data = self._client.recv(7 if self._crumbs > 0 else 1 << 16)
+        assert data, "the connection ended before the whole answer had come"
+        self._buffer += data
 
 
 def _resident(process: subprocess.Popen[str]) -> int:
@@ -125,18 +125,18 @@ def _resident(process: subprocess.Popen[str]) -> int:
     return int(statm.read_text().split()[1]) * 4096
 
 
-def _name(face: str, body: bytes, *, stream: bool) -> str:
+def _name(server_kind: str, body: bytes, *, stream: bool) -> str:
     """Whose answer this is; of a stream, after a look at its end."""
     if stream:
         assert body.endswith(b"data: [DONE]\n\n")
         body = body.split(b"\n\n")[0].removeprefix(b"data: ")
     read = json.loads(body)
-    found: str = (
+    data: str = (
         read["meta_info"]["id"]
-        if face == "sglang"
+        if server_kind == "sglang"
         else read["request_id"].removeprefix("generate-tokens-")
     )
-    return found
+    return data
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -146,27 +146,27 @@ def test_a_slow_reader_loses_nothing_and_holds_up_nobody(
     """Requests that come together on connections kept open; each answer arrives whole, in its turn,
     however late it is read.
     """
-    face, process, url = server
+    server_kind, process, url = server
     before = _resident(process)
     clients = [_connected(url) for _ in range(CONNECTIONS)]
     try:
         for i, client in enumerate(clients):
             for k in range(PIPELINED):
-                _send(client, _asked(face, f"{stream}-{i}-{k}", stream=stream))
+                _send(client, _request_to(server_kind, f"{stream}-{i}-{k}", stream=stream))
         slowest = 0.0
         for number in range(40):
             begun = time.monotonic()
-            path, body = _asked(face, f"{stream}-other-{number}")
+            path, body = _request_to(server_kind, f"{stream}-other-{number}")
             httpx.post(url + path, json=body, timeout=60).raise_for_status()
             slowest = max(slowest, time.monotonic() - begun)
         assert slowest < 2
-        assert _resident(process) - before < MOST
+        assert _resident(process) - before < MAX_GROWTH
         for i, client in enumerate(clients):
             reader = Reader(client)
             assert [f"{stream}-{i}-{k}" for k in range(PIPELINED)] == [
-                _name(face, reader.answer(), stream=stream) for _ in range(PIPELINED)
+                _name(server_kind, reader.answer(), stream=stream) for _ in range(PIPELINED)
             ]
-        assert _resident(process) - before < MOST
+        assert _resident(process) - before < MAX_GROWTH
     finally:
         for client in clients:
             client.close()
@@ -177,12 +177,12 @@ def test_a_long_stream_that_nobody_reads_takes_little() -> None:
     take hundreds of megabytes.
     """
     with started("--step", "0") as (process, url), _connected(url) as client:
-        path, body = _asked("sglang", "long", stream=True)
+        path, body = _request_to("sglang", "long", stream=True)
         before = _resident(process)
         sampling = {"max_new_tokens": 2000, "ignore_eos": True}
         _send(client, (path, {**body, "return_logprob": True, "sampling_params": sampling}))
         until(lambda: httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] == 0)
-        assert _resident(process) - before < MOST
+        assert _resident(process) - before < MAX_GROWTH
         assert _name("sglang", Reader(client).answer(), stream=True) == "long"
 
 
@@ -214,8 +214,8 @@ def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
             clients = [_connected(url) for _ in range(8)]
             for i, client in enumerate(clients):
                 for k in range(4):
-                    _send(client, _asked("sglang", f"{round_}-{i}-{k}", stream=i % 2 == 0))
-            path, body = _asked("sglang", f"other-{round_}")
+                    _send(client, _request_to("sglang", f"{round_}-{i}-{k}", stream=i % 2 == 0))
+            path, body = _request_to("sglang", f"other-{round_}")
             httpx.post(url + path, json=body, timeout=60).raise_for_status()
             for client in clients:
                 client.close()
@@ -236,7 +236,7 @@ def test_of_requests_that_came_together_no_answer_is_taken_for_read(tmp_path: Pa
     trace = tmp_path / "served.arrow"
     with started(*SIZES, "--trace", str(trace)) as (process, url):
         with _connected(url) as client:
-            _send(client, *[_asked("sglang", f"r{k}") for k in range(4)])
+            _send(client, *[_request_to("sglang", f"r{k}") for k in range(4)])
             until(lambda: httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] == 0)
             time.sleep(0.5)
         process.send_signal(signal.SIGINT)

@@ -58,17 +58,19 @@ def servers() -> Iterator[dict[str, Served]]:
         yield {"sglang": sglang, "vllm": vllm}
 
 
-def _asked(servers: dict[str, Served], model: str, given: dict[str, Any]) -> Any:
+def _answer_to(servers: dict[str, Served], model: str, values: dict[str, Any]) -> Any:
     """The answer to a request with ``given`` fields of ``model``."""
-    server, what = model.split()
+    server, target_model = model.split()
     path = (
-        what if what in BASE else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
+        target_model
+        if target_model in BASE
+        else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
     )
     body = dict(BASE[path])
     body = (
-        {**body, **given}
-        if what in BASE
-        else {**body, "sampling_params": {**body["sampling_params"], **given}}
+        {**body, **values}
+        if target_model in BASE
+        else {**body, "sampling_params": {**body["sampling_params"], **values}}
     )
     return servers[server].client.post(path, json=body)
 
@@ -116,17 +118,17 @@ def test_no_field_is_in_two_lists(model: str) -> None:
 )
 def test_unsupported_fields_are_refused(servers: dict[str, Served], model: str, name: str) -> None:
     """400 with the field's name; a field that is off asks for nothing."""
-    refusal = _asked(servers, model, {name: "x"})
+    refusal = _answer_to(servers, model, {name: "x"})
 
     assert 400 == refusal.status_code
     assert f"{name} is not supported by rollproof's fake server: leave it out." in refusal.text
     if model == "sglang sampling_params":
         return
-    assert {200} == {_asked(servers, model, {name: off}).status_code for off in (None, False)}
+    assert {200} == {_answer_to(servers, model, {name: off}).status_code for off in (None, False)}
 
 
 @pytest.mark.parametrize(
-    ("model", "given"),
+    ("model", "values"),
     [
         ("sglang /generate", {"return_bytes": True, "return_entropy": True}),
         ("sglang /v1/completions", {"best_of": 1, "suffix": "w7"}),
@@ -144,13 +146,13 @@ def test_unsupported_fields_are_refused(servers: dict[str, Served], model: str, 
     ],
 )
 def test_what_the_real_servers_pass_over_is_no_refusal(
-    servers: dict[str, Served], model: str, given: dict[str, Any]
+    servers: dict[str, Served], model: str, values: dict[str, Any]
 ) -> None:
     """Their code was read: nothing of it reaches an answer of a server that was started plainly.
     The answer is as without it.
     """
     varying = {"id", "request_id", "created", "meta_info"}
-    answers = [_asked(servers, model, fields) for fields in ({}, given)]
+    answers = [_answer_to(servers, model, fields) for fields in ({}, values)]
 
     assert [200, 200] == [answer.status_code for answer in answers]
     without, with_it = (
@@ -167,7 +169,7 @@ def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(
     """Release 0.32 takes the ids in place of the messages; to answer the messages would be wrong in
     silence.
     """
-    refusal = _asked(
+    refusal = _answer_to(
         servers, "vllm /v1/chat/completions", {"kv_transfer_params": {"prompt_token_ids": [5, 6]}}
     )
 
@@ -178,7 +180,7 @@ def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("model", "given"),
+    ("model", "values"),
     [
         ("sglang /generate", {"sampling_logprobs_mode": "selected"}),
         (
@@ -198,12 +200,16 @@ def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(
     ],
 )
 def test_what_a_client_writes_out_of_its_defaults_asks_for_nothing(
-    servers: dict[str, Served], model: str, given: dict[str, Any]
+    servers: dict[str, Served], model: str, values: dict[str, Any]
 ) -> None:
     """Nor do lists for a batch in which no prompt has any; a token of id 0 is one."""
-    assert 200 == _asked(servers, model, given).status_code
-    assert 400 == _asked(servers, "sglang /generate", {"token_ids_logprob": [[0], []]}).status_code
-    assert 400 == _asked(servers, "vllm sampling_params", {"logprob_token_ids": [0]}).status_code
+    assert 200 == _answer_to(servers, model, values).status_code
+    assert (
+        400 == _answer_to(servers, "sglang /generate", {"token_ids_logprob": [[0], []]}).status_code
+    )
+    assert (
+        400 == _answer_to(servers, "vllm sampling_params", {"logprob_token_ids": [0]}).status_code
+    )
 
 
 def _nested(depth: int) -> Any:
@@ -234,13 +240,15 @@ def test_what_is_nested_too_deep_is_refused(
     """As a body that cannot be read, whichever field holds it: it can be shown neither in an error
     nor in a trace.
     """
-    server, what = model.split()
+    server, target_model = model.split()
     path = (
-        what if what in BASE else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
+        target_model
+        if target_model in BASE
+        else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
     )
     deep = (
         {name: _nested(900)}
-        if what in BASE
+        if target_model in BASE
         else {"sampling_params": {**BASE[path]["sampling_params"], name: _nested(900)}}
     )
     refusal = servers[server].client.post(path, json={**BASE[path], **deep, "stream": stream})
@@ -287,12 +295,14 @@ def test_many_lists_beside_each_other_are_not_deep(servers: dict[str, Served]) -
     assert 500 == len(servers["sglang"].client.post("/generate", json=body).json())
     assert (
         200
-        == _asked(servers, "sglang sampling_params", {"custom_params": _nested(150)}).status_code
+        == _answer_to(
+            servers, "sglang sampling_params", {"custom_params": _nested(150)}
+        ).status_code
     )
 
 
 def test_what_is_answered_is_read() -> None:
-    """Each answered name stands as a text in the code of the faces: a table alone answers nothing."""
+    """Each answered name occurs in the code of its server: a list alone answers nothing."""
     folder = Path(str(rollproof.fakes.http.__file__)).parent
     code = {
         str(path.relative_to(folder)): path.read_text(encoding="utf-8")
@@ -392,6 +402,6 @@ def test_the_best_of_a_chat_are_the_sampled_ones(servers: dict[str, Served]) -> 
         .json()["choices"][0]["logprobs"]["content"]
     )
 
-    assert [[one["token"]] for one in content] == [
-        [top["token"] for top in one["top_logprobs"]] for one in content
+    assert [[entry["token"]] for entry in content] == [
+        [top["token"] for top in entry["top_logprobs"]] for entry in content
     ]

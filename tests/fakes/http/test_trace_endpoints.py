@@ -158,20 +158,24 @@ def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
     """In this order; a call of nobody's keeps its own handle, and one that goes on where an aborted
     one stopped is of the same request.
     """
-    ask = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+    send = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
     with served("sglang", OPTIONS) as server:
         teller = Teller(server.url)
-        server.client.post("/generate", json={**ask, "rid": "stray"})
+        server.client.post("/generate", json={**send, "rid": "stray"})
         teller.submit(Request(request_id="a", prompt_ids=(5, 6), max_tokens=9))
         teller.submit(Request(request_id="b", prompt_ids=(5, 6, 7), max_tokens=9))
-        server.client.post("/generate", json={**ask, "rid": "x"})
-        server.client.post("/generate", json={**ask, "rid": "a"})
-        server.client.post("/generate", json={**ask, "rid": "y"}, headers=dict(teller.headers("a")))
+        server.client.post("/generate", json={**send, "rid": "x"})
+        server.client.post("/generate", json={**send, "rid": "a"})
+        server.client.post(
+            "/generate", json={**send, "rid": "y"}, headers=dict(teller.headers("a"))
+        )
         teller.ended("a", error="TimeoutError: slow")
         teller.ended("b")
-        cut = _aborted(server, {**ask, "rid": "c1", "sampling_params": {"max_new_tokens": 4000}}, 2)
+        cut = _aborted(
+            server, {**send, "rid": "c1", "sampling_params": {"max_new_tokens": 4000}}, 2
+        )
         server.client.post(
-            "/generate", json={**ask, "rid": "c2", "input_ids": [5, 6, 7, *cut["output_ids"]]}
+            "/generate", json={**send, "rid": "c2", "input_ids": [5, 6, 7, *cut["output_ids"]]}
         )
         events = server.do(lambda: server.backend.recorder.events)
     assert ["stray", "b", "a", "a", "c1", "c1"] == [
@@ -187,12 +191,12 @@ def test_what_cannot_be_told_is_refused_with_the_reason() -> None:
     """No contract, a request told twice, an end of what is not open, a sample that is none, no
     server.
     """
-    one = Request(request_id="a", prompt_ids=(5, 6), max_tokens=9)
+    submitted = Request(request_id="a", prompt_ids=(5, 6), max_tokens=9)
     with (
         served("sglang") as server,
         pytest.raises(UsageError, match="start the server with --contract"),
     ):
-        Teller(server.url).submit(one)
+        Teller(server.url).submit(submitted)
     with served(
         "vllm",
         ServeOptions(
@@ -200,15 +204,15 @@ def test_what_cannot_be_told_is_refused_with_the_reason() -> None:
         ),
     ) as server:
         teller = Teller(server.url)
-        teller.submit(one)
+        teller.submit(submitted)
         with pytest.raises(UsageError, match="submitted before"):
-            teller.submit(one)
+            teller.submit(submitted)
         with pytest.raises(UsageError, match="is not open"):
             teller.ended("b")
         reply = server.client.post("/rollproof/result", json={"request_id": "a", "rollout": 3})
         assert (400, True) == (reply.status_code, "This is no result" in reply.text)
     with pytest.raises(UsageError, match="cannot be reached"):
-        Teller("http://127.0.0.1:1").submit(one)
+        Teller("http://127.0.0.1:1").submit(submitted)
 
 
 @contextmanager

@@ -22,12 +22,12 @@ OPTIONS = ServeOptions(
     flavour="vllm", model=MODEL, engine=EngineOptions(max_batch=4, step=0.002, prefix_cache=True)
 )
 PROMPT = [5, 6, 7, 8]
-ASK = {"model": "m", "token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "logprobs": 0}}
+BODY = {"model": "m", "token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "logprobs": 0}}
 
-Talk = Callable[[httpx.AsyncClient, EngineBackend], Awaitable[Any]]
+Conversation = Callable[[httpx.AsyncClient, EngineBackend], Awaitable[Any]]
 
 
-def talk(what: Talk) -> Any:
+def converse_with(conversation: Conversation) -> Any:
     """Have a conversation with a server on loopback."""
 
     async def run() -> Any:
@@ -35,7 +35,7 @@ def talk(what: Talk) -> Any:
             serving("vllm", OPTIONS) as (url, backend),
             httpx.AsyncClient(base_url=url, timeout=20) as client,
         ):
-            return await what(client, backend)
+            return await conversation(client, backend)
 
     return asyncio.run(run())
 
@@ -49,12 +49,12 @@ def test_tokens_in_tokens_out() -> None:
     same rows with shape and dtype.
     """
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
-        own = (await client.post("/inference/v1/generate", json=ASK)).json()["choices"][0]
-        skyrl = (await client.post("/skyrl/v1/generate", json=ASK)).json()["choices"][0]
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+        own = (await client.post("/inference/v1/generate", json=BODY)).json()["choices"][0]
+        skyrl = (await client.post("/skyrl/v1/generate", json=BODY)).json()["choices"][0]
         return own, skyrl, _expected(backend, [*PROMPT, *own["token_ids"]])
 
-    own, skyrl, expected = talk(ask)
+    own, skyrl, expected = converse_with(converse)
     np.testing.assert_array_equal(
         expected, np.load(io.BytesIO(base64.b64decode(own["routed_experts"])), allow_pickle=False)
     )
@@ -71,7 +71,7 @@ def test_tokens_in_tokens_out() -> None:
 def test_completions_and_chats_are_the_same_calls() -> None:
     """The OpenAI endpoints answer with the fake's words, usage and, where asked, token ids."""
 
-    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         plain = await client.post(
             "/v1/completions",
             json={"model": "m", "prompt": PROMPT, "max_tokens": 3, "return_token_ids": True},
@@ -86,7 +86,7 @@ def test_completions_and_chats_are_the_same_calls() -> None:
         )
         return plain.json(), chat.json()
 
-    plain, chat = talk(ask)
+    plain, chat = converse_with(converse)
     assert (
         " ".join(f"w{token}" for token in plain["choices"][0]["token_ids"])
         == plain["choices"][0]["text"]
@@ -108,8 +108,8 @@ def test_pause_modes_do_what_they_say(mode: str, reason: str) -> None:
     waits for the resume.
     """
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
-        long = {**ASK, "sampling_params": {"max_tokens": 200}}
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+        long = {**BODY, "sampling_params": {"max_tokens": 200}}
         call = asyncio.ensure_future(client.post("/inference/v1/generate", json=long))
         for _ in range(2000):
             if backend.engine.progress() and max(backend.engine.progress().values()):
@@ -118,7 +118,7 @@ def test_pause_modes_do_what_they_say(mode: str, reason: str) -> None:
         await client.post("/pause", params={"mode": mode, "clear_cache": "false"})
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         late = asyncio.ensure_future(
-            client.post("/inference/v1/generate", json={**ASK, "token_ids": [9, 9]})
+            client.post("/inference/v1/generate", json={**BODY, "token_ids": [9, 9]})
         )
         await asyncio.sleep(0.05)
         assert not late.done()
@@ -130,7 +130,7 @@ def test_pause_modes_do_what_they_say(mode: str, reason: str) -> None:
             backend.engine.paused,
         )
 
-    assert (reason, "length", False) == talk(ask)
+    assert (reason, "length", False) == converse_with(converse)
 
 
 def test_an_update_changes_the_weights_that_answer() -> None:
@@ -138,7 +138,7 @@ def test_an_update_changes_the_weights_that_answer() -> None:
     again is the same weights.
     """
 
-    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         answers = []
         for folder in (None, "step1", "step2", "step1"):
             if folder is not None:
@@ -147,22 +147,22 @@ def test_an_update_changes_the_weights_that_answer() -> None:
                 )
                 await client.post("/reset_prefix_cache")
             answers.append(
-                (await client.post("/inference/v1/generate", json=ASK)).json()["choices"][0][
+                (await client.post("/inference/v1/generate", json=BODY)).json()["choices"][0][
                     "token_ids"
                 ]
             )
         return answers, backend.engine.version, (await client.get("/weight_info")).json()
 
-    (zero, one, two, again), version, info = talk(ask)
-    assert len({tuple(zero), tuple(one), tuple(two)}) == 3
-    assert one == again
+    (zero, item, two, again), version, info = converse_with(converse)
+    assert len({tuple(zero), tuple(item), tuple(two)}) == 3
+    assert item == again
     assert (1, {"weight_version": "step1"}) == (version, info)
 
 
 def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
     """Every token comes once, the reason with the last ones, then the end mark."""
 
-    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         body = {
             "model": "m",
             "prompt": PROMPT,
@@ -173,7 +173,7 @@ def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             return [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
 
-    lines = talk(ask)
+    lines = converse_with(converse)
     parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
     assert "[DONE]" == lines[-1]
     assert 5 == sum(len(part["token_ids"]) for part in parts)
@@ -199,12 +199,12 @@ def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
     ],
 )
 def test_what_is_wrong_is_refused(path: str, body: dict[str, Any], status: int, words: str) -> None:
-    """Wrong bodies, values and paths get the status of their kind and a text that says what it is."""
+    """Wrong bodies, values and paths get the status of their kind and a text that explains it."""
 
-    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
+    async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         reply = await client.post(path, json=body)
         return reply.status_code, reply.text
 
-    code, text = talk(ask)
+    code, text = converse_with(converse)
     assert status == code
     assert words in text
