@@ -122,9 +122,8 @@ def drawn(name: str, **fields: object) -> Planned:
 
 def chosen(name: str, of: str = "native", **fields: object) -> Planned:
     """Return a step that replays what the routers chose in step ``of``."""
-    return replace(
-        Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.CHOSEN, of=of), **fields
-    )  # type: ignore[arg-type]
+    step = Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.CHOSEN, of=of)
+    return replace(step, **fields)  # type: ignore[arg-type]
 
 
 def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[Episode]:
