@@ -18,7 +18,7 @@ transformers = pytest.importorskip(
 from rollproof.errors import ReplayError  # noqa: E402
 from rollproof.replay.hf import find_routers, hf_record, hf_replay  # noqa: E402
 from rollproof.replay.hf.model_families import tiny_model  # noqa: E402
-from tests.support.hf_models import (
+from tests.support.hf_models import (  # noqa: E402
     GOOD,
     IDS,
     ROWS,
@@ -197,7 +197,7 @@ def test_a_failed_backward_pass_that_autograd_lets_go_of_late(
 
 
 def test_a_model_is_not_copied_while_it_replays(model: Any) -> None:
-    """A copy (a new reference model) would replay, too: it is refused, and afterwards goes through."""
+    """A copy (a new reference model) would replay, too: it is refused inside the context only."""
     with hf_replay(model, GOOD):
         with pytest.raises(ReplayError, match="copied while it replays"):
             copy.deepcopy(model)

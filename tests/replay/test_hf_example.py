@@ -57,7 +57,7 @@ def test_the_loop_on_the_page_trains() -> None:
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
 )
 def test_code_of_ones_own_is_judged_as_the_page_says(tmp_path: Path) -> None:
-    """The last piece is a whole module; its trainer runs an episode and replays what it is given."""
+    """The last piece is a complete module; its trainer runs an episode and replays its routes."""
     torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
     pytest.importorskip(
         "transformers",

@@ -18,7 +18,7 @@ transformers = pytest.importorskip(
 
 from rollproof.errors import ReplayError  # noqa: E402
 from rollproof.replay.hf import find_routers, hf_record, hf_replay  # noqa: E402
-from tests.support.hf_models import (
+from tests.support.hf_models import (  # noqa: E402
     GOOD,
     IDS,
     assert_untouched,

@@ -19,7 +19,7 @@ transformers = pytest.importorskip(
 from rollproof.replay.hf import find_routers, hf_record, hf_replay  # noqa: E402
 from rollproof.replay.hf.model_families import FAMILIES, tiny_model  # noqa: E402
 from rollproof.replay.hf.router_formulas import fixed_selection  # noqa: E402
-from tests.support.hf_models import (
+from tests.support.hf_models import (  # noqa: E402
     IDS,
     ROWS,
     assert_untouched,

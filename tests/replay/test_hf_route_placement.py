@@ -94,7 +94,7 @@ def test_packed_rows_follow_the_cumulative_lengths(
 def test_rows_that_do_not_fit_their_tokens_are_refused(
     routes: Any, mask: Any, message: str
 ) -> None:
-    """A sample that was cut without its routes, or the other way round, is told with both numbers."""
+    """A sample cut without its routes, or the other way round, is refused with both numbers."""
     with pytest.raises(RoutesError, match=message):
         batch_routes(routes, mask)
 

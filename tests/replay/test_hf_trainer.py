@@ -38,8 +38,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WHOLE = ("qwen3_moe, left-padded", "deepseek_v3, packed, reentrant, late")
-"""Judged on all episodes, and the others on these; `python -m tools.judge_table hf FILE` judges every
-setup on all.
+"""Judged on all episodes, and the others on these; `python -m tools.judge_table hf FILE` judges
+every setup on all.
 """
 EPISODES = ("self-replay", "drift", "full recompute")
 BRIEF = [name for name, setup in SETUPS.items() if not setup.parallel and name not in WHOLE]

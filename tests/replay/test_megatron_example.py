@@ -1,4 +1,4 @@
-"""The worked example of docs/replay-megatron.md, and what the track record says of megatron-core."""
+"""The worked example of docs/replay-megatron.md, and the track record of megatron-core."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ PAGE = (DOCS / "replay-megatron.md").read_text(encoding="utf-8")
 
 
 PROGRAMS = {
-    "example": ("-c", "from rollproof.cli import main; main()", "verify", "--replay", "megatron_trainer:MegatronTrainer", "--json", "-"),
+    "example": (
+        *("-c", "from rollproof.cli import main; main()", "verify", "--replay"),
+        *("megatron_trainer:MegatronTrainer", "--json", "-"),
+    ),
     "track record": (
-        str(DOCS / "track_record" / "megatron_faults.py"), "short_targets", "stale_queue", "interleaved_pair", "other_choosers",
+        str(DOCS / "track_record" / "megatron_faults.py"),
+        *("short_targets", "stale_queue", "interleaved_pair", "other_choosers"),
     ),
 }  # fmt: skip
 
@@ -37,7 +41,7 @@ def ran() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the example keeps megatron-core patched for the life of its process."""
+    """Run in a process of its own: the example leaves megatron-core patched."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         cwd=DOCS / "example",

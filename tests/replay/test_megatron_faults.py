@@ -148,7 +148,7 @@ ODD = (
 
 @pytest.mark.parametrize("setup", ODD, ids=lambda setup: setup.name.replace(" ", "-"))
 def test_odd_models_replay_what_the_plain_model_computes(ranks: Ranks, setup: Setup) -> None:
-    """Drawn routes, in full recompute: logprobs are those of the plain model, and nothing is left."""
+    """Drawn routes, in full recompute: logprobs equal the plain model's, and nothing is left."""
     trainer = MegatronTrainer(setup, ranks)
     outcome, reference = (
         _ran(trainer, Action.REPLAY),
