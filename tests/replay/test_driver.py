@@ -272,7 +272,7 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
         ),
         (
             {"set_weights": _raising(ValueError("shape"))},
-            r"could not set weights number 1, nudged by 0.0: ValueError: shape\. Raise UnsupportedStep",
+            r"weights number 1, nudged by 0.0: ValueError: shape\. Raise UnsupportedStep",
         ),
         (
             {"variant": lambda self, name: 3},

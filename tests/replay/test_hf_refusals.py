@@ -206,7 +206,7 @@ def test_a_router_with_a_hidden_weight_is_refused(model: Any) -> None:
 
 
 def test_sizes_that_differ_from_layer_to_layer_are_refused(model: Any) -> None:
-    """Transformers raises for a heterogeneous configuration; so does rollproof, by its own error."""
+    """Transformers raises for a heterogeneous configuration; so does rollproof."""
 
     class Heterogeneous:
         def get_text_config(self) -> Any:
