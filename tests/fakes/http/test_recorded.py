@@ -42,7 +42,7 @@ KINDS = sorted(path.stem for path in RECORDED.glob("*.json") if path.stem not in
 LONG = ("cut-", "held-", "across")
 """How ids of calls begin that something else was done beside."""
 Difference: TypeAlias = "tuple[str, str]"
-"""What differs, and the entry of ``unlike.py`` that excuses it (``""``: none does)."""
+"""What differs, and the entry of ``known_differences.py`` that excuses it (``""``: none does)."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +54,7 @@ def test_requests_are_answered_as_the_real_server_answered_them(kind: str) -> No
 
 
 def test_every_difference_that_is_accepted_is_still_there() -> None:
-    """An entry of ``unlike.py`` that excuses nothing hides the next fault at its place."""
+    """An entry of ``known_differences.py`` that excuses nothing hides the next fault at its place."""
     used = {excuse for kind in KINDS for _, (_, excuse) in found(kind)}
     names = {f"{kind}-{number}" for kind in KINDS for number in range(len(exchanges_of(kind)))}
     assert set() == ENTRIES - used
