@@ -25,7 +25,7 @@ from rollproof.verification.traces import judge_events
 
 
 def four_calls(reference: str = "as-sampled-tokens") -> Trace:
-    """Six tokens in four calls: aborts after 0, 2 and 4 tokens, the second one by a weight update."""
+    """Return six tokens in four calls: aborts after 0, 2 and 4 tokens, the second by an update."""
     when = [(0, ActionKind.ABORT), (2, ActionKind.SYNC), (4, ActionKind.ABORT)]
     case = Case(
         flavour="sglang",

@@ -33,7 +33,7 @@ CONTRACT = Contract(
 
 
 def rollouts(requests: int, calls: int, tokens: int) -> Trace:
-    """``requests`` rollouts of ``calls`` calls of ``tokens`` tokens each, a new version every call."""
+    """Return ``requests`` rollouts of ``calls`` calls of ``tokens`` tokens, each under a new version."""
     draw = np.random.default_rng(0)
     events: list[Event] = []
     for number in range(requests):
