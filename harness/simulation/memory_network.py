@@ -99,7 +99,8 @@ class _Pipe(asyncio.Transport):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, own: tuple[str, int], peer: tuple[str, int]
     ) -> None:
-        super().__init__({"sockname": own, "peername": peer, "socket": _Socket(own, peer)})
+        self._socket = _Socket(own, peer)
+        super().__init__({"sockname": own, "peername": peer, "socket": self._socket})
         self._loop = loop
         self._protocol: Any = None
         self._closing = False
@@ -131,8 +132,13 @@ class _Pipe(asyncio.Transport):
             self._loop.call_soon(self.lose, None)
 
     def abort(self) -> None:
-        """Reset the connection."""
-        if not self._lost:
+        """Close at once. The other side sees a reset only where a kernel would send one: if data is
+        unread, or the socket lingers for no time.
+        """
+        # anyio aborts every connection that it closes (httpx), in good order too
+        if not (self._waiting or self._socket.resets):
+            self.close()
+        elif not self._lost:
             self._closing = True
             self._loop.call_soon(
                 self.peer.lose, ConnectionResetError(104, "Connection reset by peer")
@@ -205,6 +211,7 @@ class _Socket:
 
     def __init__(self, own: tuple[str, int], peer: tuple[str, int]) -> None:
         self._own, self._peer = own, peer
+        self.resets = False
 
     def getsockname(self) -> tuple[str, int]:
         return self._own
@@ -212,8 +219,10 @@ class _Socket:
     def getpeername(self) -> tuple[str, int]:
         return self._peer
 
-    def setsockopt(self, *_: Any) -> None:
-        """Accept and ignore options."""
+    def setsockopt(self, _level: int, option: int, *_: Any) -> None:
+        """Remember a linger time, which is always 0 here; ignore other options."""
+        if option == socket.SO_LINGER:
+            self.resets = True
 
     def getsockopt(self, *_: Any) -> int:
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
@@ -90,14 +91,29 @@ def test_data_that_arrived_during_a_pause_is_not_overtaken() -> None:
     on_network(work)
 
 
-def test_an_abort_is_a_reset_for_the_other_side() -> None:
-    """As a server that dies."""
+def test_an_abort_without_linger_time_is_a_reset_for_the_other_side() -> None:
+    """As a server that breaks a connection on purpose."""
 
     async def work(server: Server) -> None:
-        reader, _ = await asyncio.open_connection("127.0.0.1", 80)
+        reader, writer = await asyncio.open_connection("127.0.0.1", 80)
+        sock = server.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         server.transport.abort()
         with pytest.raises(ConnectionResetError):
             await reader.read()
+        writer.close()
+
+    on_network(work)
+
+
+def test_an_abort_with_nothing_unread_is_an_ordinary_end() -> None:
+    """As a kernel does it: anyio aborts every connection that it has closed."""
+
+    async def work(server: Server) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", 80)
+        server.transport.abort()
+        assert b"" == await reader.read()
+        writer.close()
 
     on_network(work)
 
