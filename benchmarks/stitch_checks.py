@@ -33,7 +33,7 @@ CONTRACT = Contract(
 
 
 def rollouts(requests: int, calls: int, tokens: int) -> Trace:
-    """Return ``requests`` rollouts of ``calls`` calls of ``tokens`` tokens, each under a new version."""
+    """Return ``requests`` rollouts of ``calls`` calls of ``tokens`` tokens, one version per call."""
     draw = np.random.default_rng(0)
     events: list[Event] = []
     for number in range(requests):
