@@ -33,7 +33,7 @@ CONTRACT = Contract(
 
 
 def rollouts(requests: int, calls: int, tokens: int) -> Trace:
-    """Return ``requests`` rollouts of ``calls`` calls of ``tokens`` tokens, one version per call."""
+    """Return ``requests`` rollouts of ``calls`` calls of ``tokens`` tokens, a version per call."""
     draw = np.random.default_rng(0)
     events: list[Event] = []
     for number in range(requests):
