@@ -31,8 +31,8 @@ GROUPS = PROJECT["dependency-groups"]
 
 def install(session: nox.Session, *groups: str) -> None:
     """Install the project itself, as a wheel, and dependency groups."""
-    # setuptools builds in build/ and packs what is there, so a module that was deleted since the last
-    # build would be installed too.
+    # setuptools builds in build/ and packs what is there, so a module that was deleted since the
+    # last build would be installed too.
     shutil.rmtree(ROOT / "build", ignore_errors=True)
     session.install(".")
     for group in groups:
@@ -108,7 +108,8 @@ def upstream(session: nox.Session) -> None:
     Without a version it judges every pinned release in turn. An unexpected failure or pass is an
     error. `--write` stores the results in docs/stack_results, from which docs/stacks.md is made.
     """
-    # The environment starts empty: packages that another stack needs would hide what this one lacks.
+    # The environment starts empty: packages that another stack needs would hide what this one
+    # lacks.
     arguments = list(session.posargs)
     write = "--write" in arguments
     if write:
@@ -199,8 +200,8 @@ def gpu(session: nox.Session) -> None:
 
 
 ENGINES = {
-    # These packages are built for CUDA; with a torch for CPUs, transformers fails to import if they are
-    # there.
+    # These packages are built for CUDA; with a torch for CPUs, transformers fails to import if they
+    # are there.
     "vllm": {"without_dependencies": (), "removed": ("torchvision", "torchaudio", "torchcodec")},
     "sglang": {"without_dependencies": ("sglang==0.5.21",), "removed": ()},
 }

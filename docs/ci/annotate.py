@@ -1,4 +1,7 @@
-"""Prints the failures of JUnit files as GitHub annotations: `python annotate.py junit.xml ...`. Exits with 1 where there are any."""
+"""Prints the failures of JUnit files as GitHub annotations; exits with 1 if there are any.
+
+Usage: `python annotate.py junit.xml ...`
+"""
 
 from __future__ import annotations
 

@@ -170,9 +170,11 @@ def verify(
     )
     pinned = PinnedVerdicts.of(targets, complete=not part) if matrix else None
     ids = registry.select(only).ids if only else _applicable(registry, targets)
-    reasons, known_failures = {}, {}
+    reasons: dict[str, Mapping[str, str]] = {}
+    known_failures: dict[str, KnownFailures] = {}
     if pinned is not None:
-        reasons, known_failures = pinned.reasons(), pinned.known_failures()
+        reasons |= pinned.reasons()
+        known_failures |= pinned.known_failures()
     elif expected_failures is not None:
         for target in targets:
             reasons[target.name] = expected_failures.reasons(target.name)

@@ -103,9 +103,8 @@ def conformance(
                 f"{function.__name__} must take a parameter named `check`: it becomes one item per"
                 " check."
             )
-        function._rollproof_suite = replace(
-            suite, declared_by=f"{function.__module__}.{function.__qualname__}"
-        )  # type: ignore[attr-defined]  # read by the plugin
+        declared = replace(suite, declared_by=f"{function.__module__}.{function.__qualname__}")
+        function._rollproof_suite = declared  # type: ignore[attr-defined]  # read by the plugin
         return function
 
     return mark

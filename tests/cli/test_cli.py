@@ -36,7 +36,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('one\\ntwo')")
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
     """What a command prints to both streams, once it has ended with ``code`` and without a
     traceback.
     """
@@ -109,7 +109,7 @@ def test_bad_arguments_are_one_clear_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
 ) -> None:
     """Exit code 254, and an error that says what is valid."""
-    assert text in told(capsys, *arguments, code=ExitCode.USAGE)
+    assert text in output_of(capsys, *arguments, code=ExitCode.USAGE)
 
 
 def test_the_doctor_says_which_extras_are_there(
@@ -140,7 +140,7 @@ def test_the_doctor_says_which_extras_are_there(
         "distribution",
         lambda name: Distribution() if name == "rollproof" else distribution(name),
     )
-    printed = told(capsys, "doctor", code=ExitCode.PASS)
+    printed = output_of(capsys, "doctor", code=ExitCode.PASS)
 
     assert "extra here     available" in printed
     assert "extra absent   needs rollproof-nothing: pip install 'rollproof[absent]'" in printed
@@ -148,8 +148,8 @@ def test_the_doctor_says_which_extras_are_there(
 
 def test_help_ends_with_success(capsys: pytest.CaptureFixture[str]) -> None:
     """--help and --version print to standard output and end with 0."""
-    assert "known-bugs" in told(capsys, "--help", code=0)
-    assert told(capsys, "--version", code=0).startswith("rollproof 0.")
+    assert "known-bugs" in output_of(capsys, "--help", code=0)
+    assert output_of(capsys, "--version", code=0).startswith("rollproof 0.")
 
 
 def test_an_internal_error_says_how_to_report_it(
@@ -163,7 +163,7 @@ def test_an_internal_error_says_how_to_report_it(
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(app_module, "app", broken)
-    text = told(capsys, "verify", code=ExitCode.INTERNAL)
+    text = output_of(capsys, "verify", code=ExitCode.INTERNAL)
 
     assert (
         "internal error: ZeroDivisionError: division by zero.\nThis is a fault of rollproof, not of"
@@ -191,15 +191,15 @@ def test_verify_shows_and_keeps_the_counterexample(
     and can take another subject for.
     """
     arguments = ["verify", "--subject", CONCAT, "--only", "routes.rows"]
-    text = told(capsys, *arguments, code=ExitCode.FAIL)
+    text = output_of(capsys, *arguments, code=ExitCode.FAIL)
     witness = f".rollproof/{CONCAT.replace(':', '.')}/routes.rows.json"
 
     assert "FAIL  routes.rows" in text
     assert f"rollproof replay {witness}" in text
     assert (tmp_path / witness).is_file()
-    assert "reproduced" in told(capsys, "replay", witness, code=ExitCode.FAIL)
-    assert "fixed" in told(capsys, "replay", witness, "--subject", CORRECT, code=ExitCode.PASS)
-    assert "FAIL  routes.rows" in told(
+    assert "reproduced" in output_of(capsys, "replay", witness, code=ExitCode.FAIL)
+    assert "fixed" in output_of(capsys, "replay", witness, "--subject", CORRECT, code=ExitCode.PASS)
+    assert "FAIL  routes.rows" in output_of(
         capsys, "check", witness, "--only", "routes.rows", code=ExitCode.FAIL
     )
 
@@ -212,7 +212,7 @@ def test_a_trace_without_events_can_be_run_again(
     """
     trace = run_case(Concat, ABORTED, recipe={"subject": CONCAT})
     dump_trace(replace(trace, events=()), tmp_path / "empty.json")
-    text = told(capsys, "replay", "empty.json", code=ExitCode.FAIL)
+    text = output_of(capsys, "replay", "empty.json", code=ExitCode.FAIL)
 
     assert (
         "It has no events, so nothing could be judged as recorded: only the new run counts." in text
@@ -220,7 +220,7 @@ def test_a_trace_without_events_can_be_run_again(
     assert "FAIL  routes.rows" in text
     assert text.rstrip().endswith("new fault")
     assert (
-        told(capsys, "replay", "empty.json", "--subject", CORRECT, code=ExitCode.UNKNOWN)
+        output_of(capsys, "replay", "empty.json", "--subject", CORRECT, code=ExitCode.UNKNOWN)
         .rstrip()
         .endswith("undecided")
     )
@@ -244,7 +244,7 @@ def test_a_mailed_case_beyond_all_bounds_is_refused(
     data["header"]["case"][field] = value
     (tmp_path / "mailed.json").write_text(json.dumps(data))
 
-    assert text in told(capsys, "replay", "mailed.json", code=ExitCode.USAGE)
+    assert text in output_of(capsys, "replay", "mailed.json", code=ExitCode.USAGE)
 
 
 def test_a_mailed_case_of_endless_requests_is_refused(
@@ -256,7 +256,7 @@ def test_a_mailed_case_of_endless_requests_is_refused(
     data["header"]["case"]["requests"][0]["max_tokens"] = 10**12
     (tmp_path / "mailed.json").write_text(json.dumps(data))
 
-    assert "asks for 1000000000000 tokens; a case holds at most 1,048,576" in told(
+    assert "asks for 1000000000000 tokens; a case holds at most 1,048,576" in output_of(
         capsys, "replay", "mailed.json", code=ExitCode.USAGE
     )
 
@@ -266,7 +266,7 @@ def test_control_characters_of_a_trace_do_not_reach_the_terminal(
 ) -> None:
     """A name in a trace that somebody mailed cannot recolour a terminal or move its cursor."""
     dump_trace(run_case(Correct, CLEAN, name="a\x1b[31mred"), tmp_path / "mailed.json")
-    text = told(capsys, "check", "mailed.json", "--only", "stitch.tokens", code=ExitCode.PASS)
+    text = output_of(capsys, "check", "mailed.json", "--only", "stitch.tokens", code=ExitCode.PASS)
 
     assert "\x1b" not in text
     assert "a\\x1b[31mred" in text
@@ -279,17 +279,19 @@ def test_expected_failures_turn_the_exit_code(
     (exit code 1).
     """
     common = ["--only", "routes.rows", "--expected", "expected.toml"]
-    accepted = told(capsys, "verify", "--subject", CONCAT, *common, "--accept", code=ExitCode.FAIL)
+    accepted = output_of(
+        capsys, "verify", "--subject", CONCAT, *common, "--accept", code=ExitCode.FAIL
+    )
 
     assert (
         "expected failures: added routes.rows: replace its reason in expected.toml by the true one"
         in accepted
     )
     assert 'check = "routes.rows"' in (tmp_path / "expected.toml").read_text(encoding="utf-8")
-    assert "1 expected to fail and did" in told(
+    assert "1 expected to fail and did" in output_of(
         capsys, "verify", "--subject", CONCAT, *common, code=ExitCode.UNKNOWN
     )
-    stale = told(capsys, "verify", "--subject", CORRECT, *common, code=ExitCode.FAIL)
+    stale = output_of(capsys, "verify", "--subject", CORRECT, *common, code=ExitCode.FAIL)
     assert "routes.rows is listed in expected.toml as an expected failure" in stale
 
 
@@ -348,14 +350,16 @@ def test_checks_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
         check["id"] for check in json.loads(captured.out)["checks"]
     ]
     assert all(check_id in captured.err for check_id in default_registry().ids)
-    assert "exercised by" in told(capsys, "checks", "routes.rows", code=0)
-    assert 2 == told(capsys, "checks", "routes.rows", "stitch.tokens", code=0).count("exercised by")
-    assert "exercised by" not in told(capsys, "checks", "routes", code=0)
+    assert "exercised by" in output_of(capsys, "checks", "routes.rows", code=0)
+    assert 2 == output_of(capsys, "checks", "routes.rows", "stitch.tokens", code=0).count(
+        "exercised by"
+    )
+    assert "exercised by" not in output_of(capsys, "checks", "routes", code=0)
 
 
 def test_doctor_runs_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     """Doctor names versions, plugin and GPU, and runs one case."""
-    text = told(capsys, "doctor", code=0)
+    text = output_of(capsys, "doctor", code=0)
 
     assert "pytest plugin  active" in text
     assert "one case       runs, in " in text
@@ -368,7 +372,9 @@ def test_doctor_says_what_is_wrong(
     """With plugins switched off it says so and how to go on, and its exit code is 1."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
-    assert "run pytest with `-p rollproof.plugin`" in told(capsys, "doctor", code=ExitCode.FAIL)
+    assert "run pytest with `-p rollproof.plugin`" in output_of(
+        capsys, "doctor", code=ExitCode.FAIL
+    )
 
 
 def test_an_unfinished_trace_blames_no_open_request(
@@ -386,10 +392,14 @@ def test_an_unfinished_trace_blames_no_open_request(
     writer.flush()
     (tmp_path / "killed.arrow").write_bytes((tmp_path / "cut.arrow").read_bytes())
     writer.close()
-    killed = told(capsys, "check", "killed.arrow", "--only", "lifecycle", code=ExitCode.UNKNOWN)
+    killed = output_of(
+        capsys, "check", "killed.arrow", "--only", "lifecycle", code=ExitCode.UNKNOWN
+    )
 
     assert "The writer did not close the file" in killed
-    assert "FAIL" in told(capsys, "check", "cut.arrow", "--only", "lifecycle", code=ExitCode.FAIL)
+    assert "FAIL" in output_of(
+        capsys, "check", "cut.arrow", "--only", "lifecycle", code=ExitCode.FAIL
+    )
 
 
 def test_one_unreadable_trace_does_not_hide_the_others(
@@ -400,7 +410,7 @@ def test_one_unreadable_trace_does_not_hide_the_others(
     """
     dump_trace(run_case(Correct, CLEAN), tmp_path / "good.json")
     (tmp_path / "junk.arrow").write_bytes(os.urandom(4096))
-    text = told(
+    text = output_of(
         capsys, "check", "good.json", "junk.arrow", "--only", "stitch.tokens", code=ExitCode.USAGE
     )
 
@@ -427,7 +437,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "told"),
+    ("command", "code", "message"),
     [
         ("rollproof checks stitch >&-", 0, ""),
         (
@@ -463,7 +473,9 @@ def test_a_closed_pipe_is_no_error() -> None:
     ],
 )
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
-def test_broken_streams_cost_no_verdict(tmp_path: Path, command: str, code: int, told: str) -> None:
+def test_broken_streams_cost_no_verdict(
+    tmp_path: Path, command: str, code: int, message: str
+) -> None:
     """Closed or full standard streams leave the exit code as it is, unless JSON was asked for
     there; then it is kept elsewhere.
     """
@@ -479,7 +491,7 @@ def test_broken_streams_cost_no_verdict(tmp_path: Path, command: str, code: int,
 
     assert (code, "") == (done.returncode, done.stdout)
     assert "Traceback" not in done.stderr
-    assert told in done.stderr if told else done.stderr == ""
+    assert message in done.stderr if message else done.stderr == ""
 
 
 def test_a_report_whose_place_breaks_during_the_run_is_kept(
@@ -502,7 +514,7 @@ def test_a_report_whose_place_breaks_during_the_run_is_kept(
         (CONCAT, "routes.rows", ExitCode.FAIL),
     ):
         place.unlink(missing_ok=True)
-        text = told(
+        text = output_of(
             capsys,
             "verify",
             "--subject",
@@ -529,7 +541,7 @@ def test_counterexamples_whose_place_breaks_during_the_run_are_kept(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("rollproof.cli.verify.check_folder", lambda path: None)
     monkeypatch.setattr("rollproof.verification.rollouts.check_folder", lambda path: None)
-    text = told(
+    text = output_of(
         capsys,
         "verify",
         "--subject",
@@ -540,11 +552,11 @@ def test_counterexamples_whose_place_breaks_during_the_run_are_kept(
         "plain",
         code=ExitCode.FAIL,
     )
-    (kept,) = tmp_path.glob("rollproof-*/routes.rows.json")
+    (saved,) = tmp_path.glob("rollproof-*/routes.rows.json")
 
     assert "note: The counterexample of routes.rows could not be kept in plain/" in text
-    assert f"rollproof replay {kept.relative_to(tmp_path)}" in text
-    assert "reproduced" in told(capsys, "replay", str(kept), code=ExitCode.FAIL)
+    assert f"rollproof replay {saved.relative_to(tmp_path)}" in text
+    assert "reproduced" in output_of(capsys, "replay", str(saved), code=ExitCode.FAIL)
 
 
 def test_an_interrupt_shows_what_was_found(
@@ -561,7 +573,7 @@ def test_an_interrupt_shows_what_was_found(
         return AsSampled.start(self, fleet)
 
     monkeypatch.setattr(Correct, "start", start)
-    text = told(
+    text = output_of(
         capsys,
         "verify",
         "--subject",

@@ -38,7 +38,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_trainers.py").write_text(MINE)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
     """What a command prints to both streams, once it has ended with ``code`` and without a
     traceback.
     """
@@ -66,7 +66,7 @@ def test_a_counterexample_is_kept_run_again_and_checked(capsys: pytest.CaptureFi
     """A faulty trainer fails in words; its file is reproduced, is fixed by a right trainer, and is
     judged as recorded.
     """
-    text = told(
+    text = output_of(
         capsys,
         "verify",
         "--replay",
@@ -78,16 +78,16 @@ def test_a_counterexample_is_kept_run_again_and_checked(capsys: pytest.CaptureFi
     witness = ".rollproof/my_trainers.Mine/replay.forward.json"
 
     assert "FAIL  replay.forward" in text and f"rollproof replay {witness}" in text
-    assert "reproduced" in told(capsys, "replay", witness, code=ExitCode.FAIL)
-    assert "fixed" in told(capsys, "replay", witness, "--subject", GOOD, code=ExitCode.PASS)
-    checked = told(capsys, "check", witness, code=ExitCode.FAIL)
+    assert "reproduced" in output_of(capsys, "replay", witness, code=ExitCode.FAIL)
+    assert "fixed" in output_of(capsys, "replay", witness, "--subject", GOOD, code=ExitCode.PASS)
+    checked = output_of(capsys, "check", witness, code=ExitCode.FAIL)
     assert "FAIL  replay.forward" in checked and "rows routed in forward" in checked
     assert {"subject": "my_trainers:Mine", "about": "replay"} == load_trace(witness).header.recipe
 
 
 def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A file whose case names no episodes cannot be run again, and says so."""
-    told(
+    output_of(
         capsys,
         "verify",
         "--replay",
@@ -100,12 +100,12 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(path.read_text())
     data["header"]["case"] = {"episodes": ["nosuch"]}
     path.write_text(json.dumps(data))
-    assert "This trainer has no episodes ['nosuch']" in told(
+    assert "This trainer has no episodes ['nosuch']" in output_of(
         capsys, "replay", str(path), code=ExitCode.USAGE
     )
     data["header"]["case"] = {"requests": []}
     path.write_text(json.dumps(data))
-    assert "names no episodes" in told(capsys, "replay", str(path), code=ExitCode.USAGE)
+    assert "names no episodes" in output_of(capsys, "replay", str(path), code=ExitCode.USAGE)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_bad_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
 ) -> None:
     """What cannot be judged is refused with the next step, and never with a traceback."""
-    assert text in told(capsys, "verify", *arguments, code=ExitCode.USAGE)
+    assert text in output_of(capsys, "verify", *arguments, code=ExitCode.USAGE)
 
 
 def test_a_trainer_is_a_suite(pytester: pytest.Pytester) -> None:

@@ -1,6 +1,4 @@
-"""The workflows of docs/ci are what they say: YAML that GitHub takes, with options that rollproof
-has.
-"""
+"""The workflows are YAML that GitHub takes, with options that rollproof has."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def read(path: Path) -> Any:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_workflow_is_one(path: Path) -> None:
-    """Known keys, bounded jobs, pinned actions, least permissions; each shell step is valid shell."""
+    """Known keys, bounded jobs, pinned actions, few permissions; each shell step is valid shell."""
     data = read(path)
     assert {"name", True, "permissions", "jobs"} <= set(
         data
@@ -67,8 +65,8 @@ def test_a_workflow_is_one(path: Path) -> None:
 def test_what_a_workflow_names_exists(path: Path) -> None:
     """Options, suites, sessions, modules and files."""
     text = path.read_text(encoding="utf-8")
-    known = {option.flag for option in OPTIONS}
-    assert set(re.findall(r"--rollproof-[\w-]+", text)) <= known
+    flags = {option.flag for option in OPTIONS}
+    assert set(re.findall(r"--rollproof-[\w-]+", text)) <= flags
     assert all(
         (ROOT / "gpu_suites" / name).is_file() for name in re.findall(r"\btest_\w+\.py", text)
     )

@@ -157,11 +157,11 @@ def test_an_installation_is_sound(
     """Wheel, sdist and editable all import rollproof and its parts, ship py.typed, and leave no
     bare folder name importable.
     """
-    what = {
+    requirements = {
         "wheel": [str(next(built.glob("*.whl")))],
         "sdist": [str(next(built.glob("*.tar.gz")))],
         "editable": ["-e", str(source)],
     }[kind]
-    pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", *what)
+    pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", *requirements)
 
     assert "sound\n" == sound(python, tmp_path)

@@ -135,7 +135,7 @@ def test_type_checkers_are_told_the_same_names() -> None:
     """
     tree = ast.parse(inspect.getsource(rollproof))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    told = {
+    imported = {
         (node.module, alias.name)
         for node in block.body
         if isinstance(node, ast.ImportFrom)
@@ -146,7 +146,7 @@ def test_type_checkers_are_told_the_same_names() -> None:
         (f"rollproof.{module}", name)
         for module, names in rollproof._HOMES.items()
         for name in names
-    } == told
+    } == imported
 
 
 @pytest.mark.parametrize("name", PUBLIC_MODULES)

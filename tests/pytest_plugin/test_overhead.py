@@ -10,14 +10,16 @@ import pytest
 REPORT = """
 import sys
 
+HEAVY = ("numpy", "pyarrow", "torch", "hypothesis", "typer", "rich")
+
 def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
-        mine = sorted(name for name in sys.modules if name == "rollproof" or name.startswith("rollproof."))
-        heavy = [name for name in ("numpy", "pyarrow", "torch", "hypothesis", "typer", "rich") if name in sys.modules]
+        mine = sorted(name for name in sys.modules if name.split(".")[0] == "rollproof")
+        heavy = [name for name in HEAVY if name in sys.modules]
         print(f"\\nMODULES {mine} HEAVY {heavy}", file=sys.stderr)
     else:
         mine = [name for name in sys.modules if name.startswith("rollproof.")]
-        heavy = [name for name in ("numpy", "pyarrow", "torch", "hypothesis", "typer", "rich") if name in sys.modules]
+        heavy = [name for name in HEAVY if name in sys.modules]
         assert len(mine) <= 5 and not heavy, (mine, heavy)
 """
 

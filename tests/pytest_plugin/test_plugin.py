@@ -44,7 +44,7 @@ def test_verdicts_become_outcomes(fake_runs: pytest.Pytester) -> None:
 
 
 def test_unknown_alone_fails_the_session(fake_runs: pytest.Pytester) -> None:
-    """No failure, one unknown verdict: the exit code is not 0, and the summary says which and why."""
+    """No failure, one unknown verdict: the exit code is not 0, and the summary names it."""
     fake_runs.makepyfile(suite(stitch_b="unknown"))
     result = fake_runs.runpytest_inprocess()
 
@@ -54,7 +54,7 @@ def test_unknown_alone_fails_the_session(fake_runs: pytest.Pytester) -> None:
 
 
 def test_unknown_may_be_skipped_by_choice(fake_runs: pytest.Pytester) -> None:
-    """With rollproof_unknown = skip the item is skipped, with a reason that begins with the word."""
+    """With rollproof_unknown = skip the item is skipped, and its reason begins with the word."""
     fake_runs.makeini("[pytest]\nrollproof_unknown = skip\n")
     fake_runs.makepyfile(suite(stitch_b="unknown"))
     result = fake_runs.runpytest_inprocess("-rs")
@@ -195,20 +195,20 @@ def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
 
 def test_the_markers_values_are_checked(fake_runs: pytest.Pytester) -> None:
     """A seed or a profile that cannot be is told in one line, without a traceback."""
-    for given, told in (
+    for argument, message in (
         ("seed='a'", "seed='a' must be an integer >= 0"),
         ("profile='nosuch'", "No profile is named 'nosuch'; choose"),
     ):
         fake_runs.makepyfile(
             suite().replace(
                 "@rollproof.conf",
-                f"import pytest\n@pytest.mark.rollproof({given})\n@rollproof.conf",
+                f"import pytest\n@pytest.mark.rollproof({argument})\n@rollproof.conf",
             )
         )
         result = fake_runs.runpytest_inprocess()
 
         result.assert_outcomes(failed=4)
-        assert f"@pytest.mark.rollproof: {told}" in str(result.stdout)
+        assert f"@pytest.mark.rollproof: {message}" in str(result.stdout)
         assert "Traceback" not in str(result.stdout)
         assert "suites.py" not in str(result.stdout)
 
@@ -242,9 +242,9 @@ def test_a_report_whose_place_breaks_during_the_session_is_kept(
 
     result.assert_outcomes(passed=5)
     assert pytest.ExitCode.USAGE_ERROR == result.ret
-    (kept,) = fake_runs.path.glob("rollproof-*/report.json")
-    assert f"It was kept as {kept}." in str(result.stdout)
-    assert 4 == json.loads(kept.read_text())["summary"]["pass"]
+    (saved,) = fake_runs.path.glob("rollproof-*/report.json")
+    assert f"It was kept as {saved}." in str(result.stdout)
+    assert 4 == json.loads(saved.read_text())["summary"]["pass"]
 
 
 def test_subjects_of_one_name_are_told_apart(fake_runs: pytest.Pytester) -> None:
@@ -253,8 +253,8 @@ def test_subjects_of_one_name_are_told_apart(fake_runs: pytest.Pytester) -> None
     """
     other = "\nclass Broken:\n    verdicts = {'stitch.a': 'fail'}\n"
     tests = "".join(
-        f"\n@rollproof.conformance({given})\ndef test_{i}(check):\n    pass\n"
-        for i, given in enumerate(
+        f"\n@rollproof.conformance({argument})\ndef test_{i}(check):\n    pass\n"
+        for i, argument in enumerate(
             ("lambda: MyStack()", "lambda: Broken()", "MyStack, name='one'", "Broken, name='one'")
         )
     )
@@ -293,7 +293,7 @@ def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ["--rollproof-profile=fast"],
@@ -314,19 +314,19 @@ def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
     ],
 )
 def test_wrong_values_end_the_session_at_once(
-    fake_runs: pytest.Pytester, arguments: list[str], told: str
+    fake_runs: pytest.Pytester, arguments: list[str], message: str
 ) -> None:
     """A usage error (exit code 4) that lists the valid values, before anything is collected."""
     fake_runs.makepyfile(suite())
     result = fake_runs.runpytest_inprocess(*arguments)
 
     assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert told in str(result.stderr)
+    assert message in str(result.stderr)
     assert "Traceback" not in str(result.stderr)
 
 
 @pytest.mark.parametrize(
-    ("decorated", "told"),
+    ("decorated", "message"),
     [
         ("conformance(MyStack)\nasync def test_a(check): pass", "test_a must be a plain function"),
         ("conformance(MyStack)\ndef test_a(): pass", "test_a must take a parameter named `check`"),
@@ -343,7 +343,7 @@ def test_wrong_values_end_the_session_at_once(
     ],
 )
 def test_a_misused_decorator_is_told_while_collecting(
-    fake_runs: pytest.Pytester, decorated: str, told: str
+    fake_runs: pytest.Pytester, decorated: str, message: str
 ) -> None:
     """What cannot become a suite is a collection error with the next step, never a test that
     asserts nothing.
@@ -352,7 +352,7 @@ def test_a_misused_decorator_is_told_while_collecting(
     result = fake_runs.runpytest_inprocess()
 
     result.assert_outcomes(errors=1)
-    assert told in str(result.stdout)
+    assert message in str(result.stdout)
 
 
 def test_a_class_that_is_not_collected_warns(fake_runs: pytest.Pytester) -> None:
@@ -365,8 +365,10 @@ def test_a_class_that_is_not_collected_warns(fake_runs: pytest.Pytester) -> None
 
     result.stdout.fnmatch_lines(
         [
-            "*pytest does not collect MyStackSuite unless `python_classes` matches it: name it"
-            " TestMyStackSuite*"
+            (
+                "*pytest does not collect MyStackSuite unless `python_classes` matches it: name it"
+                " TestMyStackSuite*"
+            )
         ]
     )
 
@@ -385,23 +387,23 @@ def test_a_class_without_subject_is_an_error(fake_runs: pytest.Pytester) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("broken", "SubjectError: MyStack.start raised ValueError"),
         ("bug", "ZeroDivisionError: division"),
     ],
 )
 def test_a_run_that_cannot_start_is_told_once(
-    fake_runs: pytest.Pytester, kind: str, told: str
+    fake_runs: pytest.Pytester, kind: str, message: str
 ) -> None:
-    """The first item says why, the others refer to it, and the subject is not run again for each."""
+    """The first item says why, the others refer to it, and the subject is run only once."""
     fake_runs.makepyfile(SUITE.format(verdicts=kind))
     result = fake_runs.runpytest_inprocess()
 
     result.assert_outcomes(failed=4)
     assert 1 == len(runs(fake_runs))
     assert 1 == sum(
-        told in line and line.startswith(("E  ", "MyStack could not be run: "))
+        message in line and line.startswith(("E  ", "MyStack could not be run: "))
         for line in result.outlines
     )
     assert 3 == sum(

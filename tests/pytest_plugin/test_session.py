@@ -98,7 +98,7 @@ def test_a_report_of_nothing_is_not_written(pytester: pytest.Pytester) -> None:
 
 
 def test_verdicts_are_properties_of_the_junit_report(fake_runs: pytest.Pytester) -> None:
-    """JUnit files carry the verdict of each item, so that unknown can be told from fail there too."""
+    """JUnit files have the verdict of each item, so that unknown differs from fail there too."""
     fake_runs.makepyfile(suite(stitch_a="fail", stitch_b="unknown"))
     fake_runs.runpytest_inprocess("--junitxml=junit.xml", "-o", "junit_family=xunit1")
     text = (fake_runs.path / "junit.xml").read_text(encoding="utf-8")
@@ -142,11 +142,13 @@ from rollproof import Contract, FinishReason, Request, Rollout
 
 def test_mine(rollproof_record):
     contract = Contract(
-        rows="none", resume="client", versions="none", logprobs="none", abort_surfaces=False, kv_policy="recompute"
+        rows="none", resume="client", versions="none", logprobs="none", abort_surfaces=False,
+        kv_policy="recompute",
     )
     with rollproof_record(contract) as trace:
         trace.submit(Request(request_id="r0", prompt_ids=(1,), max_tokens=2))
-        trace.result(Rollout(request_id="r0", prompt_ids=({first},), response_ids=(5, 6), finish_reason=FinishReason.LENGTH))
+        ids = dict(request_id="r0", prompt_ids=({first},), response_ids=(5, 6))
+        trace.result(Rollout(**ids, finish_reason=FinishReason.LENGTH))
 """
 
 

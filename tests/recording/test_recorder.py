@@ -174,13 +174,13 @@ async def _tokens() -> AsyncIterator[int]:
 
 
 def _ending(**fields: Any) -> Rollout:
-    whole = {
+    base = {
         "request_id": "r1",
         "prompt_ids": (1,),
         "response_ids": (2,),
         "finish_reason": FinishReason.STOP,
     }
-    return Rollout(**{**whole, **fields})
+    return Rollout(**{**base, **fields})
 
 
 def _called(trace: Recording, **fields: Any) -> None:
@@ -203,7 +203,7 @@ def _answered(trace: Recording, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("misuse", "error", "told"),
+    ("misuse", "error", "message"),
     [
         (
             lambda trace: trace.submit(to_request([1])) or trace.submit(to_request([1])),
@@ -364,9 +364,9 @@ def _answered(trace: Recording, **fields: Any) -> None:
         ),
     ],
 )
-def test_misuse_is_told(misuse: Any, error: type[Exception], told: str) -> None:
+def test_misuse_is_told(misuse: Any, error: type[Exception], message: str) -> None:
     """Each wrong call is an error of our own that says what was expected."""
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         misuse(Recording(CONTRACT))
 
 

@@ -94,8 +94,8 @@ def rows_of(number: int, count: int) -> np.ndarray:
 def resumed_history(*parts: tuple[int, ...]) -> History:
     """A rollout resumed after each part."""
     history = History()
-    known = PROMPT
+    tokens = PROMPT
     for part in parts:
-        history.reply(history.call(known), part)
-        known += part
+        history.reply(history.call(tokens), part)
+        tokens += part
     return history

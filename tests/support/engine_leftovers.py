@@ -11,7 +11,7 @@ def leftovers(engine: str) -> set[str]:
     """Of the engine of that name: our temporary folders, shared memory that is named after it, and
     processes that hold it.
 
-    Other programs may come and go beside the tests: nothing is counted that cannot be told to be
+    Other programs may start and end during the tests: nothing is counted that is not surely
     this engine's.
     """
     found = {str(path) for path in Path(tempfile.gettempdir()).glob(f"rollproof-{engine}-*")}

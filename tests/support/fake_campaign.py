@@ -1,7 +1,7 @@
 """A stand-in for runs with verdicts at will: tests of the pytest plugin need no fleet.
 
-Self-contained, so that its source can be laid beside an inner pytest run that has processes of its
-own.
+Self-contained, so that its source can be written into the folder of an inner pytest run, which has
+processes of its own.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def gap_columns(fault: str, *, seed: int, world: GapWorld | None = None) -> dict
     """
     draw = _Draw(world or GapWorld(), np.random.default_rng(seed))
     GAP_FAULTS[fault](draw)
-    return draw.columns()
+    return draw.table()
 
 
 class _Draw:
@@ -58,7 +58,7 @@ class _Draw:
         self.trainer_logits = self.logits + scale * rng.standard_normal(self.logits.shape)
         self.law: Floats = self.logits
         self.shown: Floats | None = None
-        self.sides: dict[str, Any] = {}
+        self.columns: dict[str, Any] = {}
         self._sampled: npt.NDArray[np.int64] | None = None
 
     @property
@@ -94,7 +94,7 @@ class _Draw:
         )
         return left, right
 
-    def columns(self) -> dict[str, Any]:
+    def table(self) -> dict[str, Any]:
         sequences = np.repeat(np.arange(self.world.sequences), self.world.length)
         out = {
             "sequence_id": sequences,
@@ -106,14 +106,15 @@ class _Draw:
         return {
             **out,
             **{
-                name: value(out) if callable(value) else value for name, value in self.sides.items()
+                name: value(out) if callable(value) else value
+                for name, value in self.columns.items()
             },
         }
 
 
 def _numerics(draw: _Draw) -> None:
     left, right = draw.routes()
-    draw.sides |= {"rollout_routes": left, "trainer_routes": right}
+    draw.columns |= {"rollout_routes": left, "trainer_routes": right}
 
 
 def _raw_logprobs(temperature: float) -> Callable[[_Draw], None]:
@@ -148,9 +149,9 @@ def _top_p(bound: float) -> Callable[[_Draw], None]:
         ranked = np.take_along_axis(draw.logits, order, axis=1)
         chances = np.exp(ranked - ranked[:, :1])
         chances /= chances.sum(axis=1, keepdims=True)
-        kept = np.cumsum(chances, axis=1) - chances < bound
-        mask = np.zeros_like(kept)
-        np.put_along_axis(mask, order, kept, axis=1)
+        included = np.cumsum(chances, axis=1) - chances < bound
+        mask = np.zeros_like(included)
+        np.put_along_axis(mask, order, included, axis=1)
         draw.law = np.where(mask, draw.logits, -np.inf)
 
     return plant
@@ -158,8 +159,8 @@ def _top_p(bound: float) -> Callable[[_Draw], None]:
 
 def _top_k(bound: int) -> Callable[[_Draw], None]:
     def plant(draw: _Draw) -> None:
-        least = -np.partition(-draw.logits, bound - 1, axis=1)[:, bound - 1 : bound]
-        draw.law = np.where(draw.logits >= least, draw.logits, -np.inf)
+        threshold = -np.partition(-draw.logits, bound - 1, axis=1)[:, bound - 1 : bound]
+        draw.law = np.where(draw.logits >= threshold, draw.logits, -np.inf)
 
     return plant
 
@@ -168,7 +169,7 @@ def _shifted(step: int) -> Callable[[_Draw], None]:
     """The trainer's logprobs stand ``step`` places off."""
 
     def plant(draw: _Draw) -> None:
-        draw.sides["trainer_logprob"] = lambda out: np.roll(
+        draw.columns["trainer_logprob"] = lambda out: np.roll(
             out["trainer_logprob"].reshape(draw.shape), step, axis=1
         ).ravel()
 
@@ -180,7 +181,7 @@ def _stale_replica(draw: _Draw) -> None:
     replica = np.arange(draw.world.sequences) % 4
     old = np.repeat(replica == 2, draw.world.length)[:, None]
     draw.law = draw.logits + np.where(old, draw.drifted(0.25), 0.0)
-    draw.sides["replica"] = np.repeat(replica, draw.world.length)
+    draw.columns["replica"] = np.repeat(replica, draw.world.length)
 
 
 def _version_lag(draw: _Draw) -> None:
@@ -190,7 +191,7 @@ def _version_lag(draw: _Draw) -> None:
     version = 10 - np.arange(draw.world.sequences) % 5
     step = draw.drifted(0.12)
     draw.law = draw.logits + step * np.repeat(10 - version, draw.world.length)[:, None]
-    draw.sides |= {
+    draw.columns |= {
         "version": np.repeat(version, draw.world.length),
         "current_version": np.full(draw.law.shape[0], 10),
     }
@@ -206,14 +207,14 @@ def _versions(draw: _Draw, true: Callable[[npt.NDArray[np.int64]], npt.NDArray[n
     sampler = np.repeat(true(tag), draw.world.length)
     draw.law = np.stack(weights)[sampler, np.arange(len(tags))]
     draw.trainer_logits = np.stack(weights)[tags, np.arange(len(tags))] + noise
-    draw.sides |= {
+    draw.columns |= {
         "version": tags,
         "by_version": {v: draw.logprobs(weights[v] + noise) for v in range(1, 5)},
     }
 
 
 def _every_version(draw: _Draw) -> None:
-    """Scores under several versions, and every tag is that of the version that sampled: no fault."""
+    """Scores under several versions, and every tag names the version that sampled: no fault."""
     _versions(draw, lambda tag: tag)
 
 
@@ -237,7 +238,7 @@ def _boundary(draw: _Draw) -> None:
     draw.trainer_logits = draw.trainer_logits + np.where(
         hit, 2.5 * draw.rng.standard_normal(draw.logits.shape), 0.0
     )
-    draw.sides["since_resume"] = since
+    draw.columns["since_resume"] = since
 
 
 def _lost_weights(draw: _Draw) -> None:
@@ -250,7 +251,7 @@ def _rerouted(
 ) -> None:
     left, right = draw.routes()
     draw.trainer_logits = draw.trainer_logits + harm * draw.rng.standard_normal(draw.logits.shape)
-    draw.sides |= {"rollout_routes": left, "trainer_routes": change(left)}
+    draw.columns |= {"rollout_routes": left, "trainer_routes": change(left)}
     del right
 
 
@@ -297,7 +298,7 @@ def _route_pollution(draw: _Draw) -> None:
 
 
 def _not_finite(draw: _Draw) -> None:
-    draw.sides["trainer_logprob"] = lambda out: np.where(
+    draw.columns["trainer_logprob"] = lambda out: np.where(
         draw.rng.random(len(out["trainer_logprob"])) < 1e-3, np.nan, out["trainer_logprob"]
     )
 

@@ -71,7 +71,7 @@ class SwappedLayers(Plain):
 
 
 class SequenceMajor(Plain):
-    """Rows in the order of a model that is sequence-major (Megatron's), on one that is batch-major."""
+    """Rows in sequence-major order (Megatron's), on a model that is batch-major."""
 
     def placed(self, routes: Any) -> Any:
         return routes.reshape(2, -1, *routes.shape[1:]).transpose(0, 1).reshape(routes.shape)
@@ -99,7 +99,7 @@ class Narrow(Plain):
 
 
 class DeadGate(Plain):
-    """Weights gathered from scores that are zero but for the live choice (ISEEKYAN/Megatron-LM#79)."""
+    """Weights from scores that are zero except for the live choice (ISEEKYAN/Megatron-LM#79)."""
 
     def weights(self, module: Any, hidden: Any, ids: Any) -> Any:
         logits = torch.nn.functional.linear(hidden, module.weight)

@@ -78,7 +78,9 @@ def recorded(model: Any, ids: Any = IDS) -> Any:
 
 
 def gradients(model: Any) -> dict[str, Any]:
-    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    found = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     model.zero_grad()
     return found
 
@@ -92,8 +94,10 @@ def trained(
     return float(value.detach()), gradients(model)
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @contextmanager

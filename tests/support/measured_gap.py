@@ -27,7 +27,7 @@ FROZEN_MASK = [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 1, 0]]
 
 
 def measured() -> tuple[GapReport, FloatArray, FloatArray, FloatArray]:
-    """A report, and rollout, trainer and mask ``SHAPE`` that it is of; masked tokens hold nonsense."""
+    """Return a report, and its rollout, trainer and mask; masked tokens hold nonsense."""
     columns = gap_columns(
         "raw logprobs, T=0.8", seed=5, world=GapWorld(sequences=SHAPE[0], length=SHAPE[1])
     )

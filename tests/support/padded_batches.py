@@ -101,8 +101,8 @@ class Padder:
             self.contract.route_layers,
             self.contract.top_k or 0,
         )
-        least = np.array(-1 if self.contract.filler is Filler.MINUS_ONE else 0)
-        fill = np.arange(shape[2]) if self.contract.filler is Filler.ARANGE else least
+        constant = np.array(-1 if self.contract.filler is Filler.MINUS_ONE else 0)
+        fill = np.arange(shape[2]) if self.contract.filler is Filler.ARANGE else constant
         out = np.broadcast_to(fill, shape).astype(self.contract.dtypes[0])
         marks = np.zeros(shape[0], dtype=np.int64)
         if sample.routes is not None:

@@ -33,8 +33,8 @@ _SAME = object()
 class ScriptedCall:
     """One engine call: what it sampled, under which weights, how it ended.
 
-    ``shown`` is the label that the engine shows (the true one unless given), ``said`` what the
-    environment says before the call, ``lost`` whether the reply is lost on its way, ``anew``
+    ``shown`` is the label that the engine shows (default: the true one), ``observed`` the tokens of
+    the environment before the call, ``lost`` whether the reply is lost on its way, ``restart``
     whether the call starts again from the prompt. ``call`` and ``reply`` override fields of the two
     events, ``output`` those of the engine's output.
     """
@@ -82,8 +82,8 @@ def script_rollout(
     sample.
 
     ``labels`` maps versions to the labels under which they are published (their own number unless
-    given); ``recorded`` is whether the environment's words are recorded as observations; ``teller``
-    continues an earlier story.
+    given); ``recorded`` is whether the environment's words are recorded as observations; ``script``
+    continues an earlier script.
     """
     out = script if script is not None else TraceScript(**contract)
     labels = labels or {}

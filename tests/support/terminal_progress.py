@@ -15,13 +15,13 @@ def shown(config: pytest.Config) -> Callable[[Progress], None]:
     """A callback for ``run_experiments`` that writes each step to the terminal of this session."""
     capture: Any = config.pluginmanager.getplugin("capturemanager")
 
-    def tell(progress: Progress) -> None:
+    def show_progress(progress: Progress) -> None:
         with capture.global_and_fixture_disabled():
-            print(
+            print(  # noqa: T201 - the terminal of the session is its purpose
                 f"\n  {progress.done}/{progress.total} {progress.what}",
                 end="",
                 file=sys.stderr,
                 flush=True,
             )
 
-    return tell
+    return show_progress

@@ -107,6 +107,6 @@ def trace_of(rollouts: Sequence[Rollout]) -> Any:
 
     return (
         TraceBuilder(contract(rows="none"))
-        .add(*(Result(request_id=one.request_id, rollout=one) for one in rollouts))
+        .add(*(Result(request_id=rollout.request_id, rollout=rollout) for rollout in rollouts))
         .trace()
     )

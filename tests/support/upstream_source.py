@@ -69,16 +69,16 @@ def run_statements(path: Path, first: str, last: str, space: dict[str, Any]) -> 
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         begun = (
-            [ast.get_source_segment(text, one) or "" for one in body]
+            [ast.get_source_segment(text, line) or "" for line in body]
             if isinstance(body, list)
             else []
         )
-        begin = next((i for i, one in enumerate(begun) if one.startswith(first)), None)
+        begin = next((i for i, line in enumerate(begun) if line.startswith(first)), None)
         end = next(
             (
                 i
-                for i, one in enumerate(begun)
-                if begin is not None and i >= begin and one.startswith(last)
+                for i, line in enumerate(begun)
+                if begin is not None and i >= begin and line.startswith(last)
             ),
             None,
         )

@@ -1,7 +1,7 @@
 """A model with vLLM's module names and layouts, which computes what a tiny dense Qwen3 of HF
 transformers computes. Needs torch.
 
-Tokens lie flat, projections are fused one behind the other and return a bias beside their output,
+Tokens lie flat, projections are fused one after the other and return a bias with their output,
 and a norm adds the residual in place and returns both.
 """
 
