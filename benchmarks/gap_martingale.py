@@ -91,9 +91,12 @@ def two_scores(worse: float, sequences: int, length: int) -> dict[str, Any]:
         age > 0, closed_form(trainer, 0.15 * age * np.ones_like(scale), rng), trainer
     )
     return {name: plain[name] for name in ("sequence_id", "mask")} | {
-        "rollout_logprob": rollout.ravel(), "trainer_logprob": trainer.ravel(), "current_logprob": current.ravel(),
-        "version": np.repeat(5 - age.ravel(), length), "current_version": np.full(rollout.size, 5),
-    }  # fmt: skip
+        "rollout_logprob": rollout.ravel(),
+        "trainer_logprob": trainer.ravel(),
+        "current_logprob": current.ravel(),
+        "version": np.repeat(5 - age.ravel(), length),
+        "current_version": np.full(rollout.size, 5),
+    }
 
 
 def shares(sequences: int, length: int) -> None:

@@ -41,8 +41,11 @@ def main() -> None:
         return now
 
     pairs = TokenPairs.of(
-        rollout_logprob=rollout, trainer_logprob=trainer, sequence_id=sequence, mask=np.ones(options.tokens, bool)
-    )  # fmt: skip
+        rollout_logprob=rollout,
+        trainer_logprob=trainer,
+        sequence_id=sequence,
+        mask=np.ones(options.tokens, bool),
+    )
     last = lap("laid out", last)
     sums = sequence_sums(pairs)
     last = lap("sums", last)

@@ -234,17 +234,15 @@ def main() -> None:
     for name, (distribution, maker) in WAYS.items():
         if name not in options.only:
             continue
-        told = (
-            f"{name}"
-            f" {version_of(distribution) if distribution not in ('torch', 'rollproof') else ''}".strip()
-        )
+        own = distribution in ("torch", "rollproof")
+        label = name if own else f"{name} {version_of(distribution)}"
         try:
             way = maker()
         except ImportError as error:
-            print(f"{told:48} absent: {error}", flush=True)
+            print(f"{label:48} absent: {error}", flush=True)
             continue
         row(
-            told,
+            label,
             lambda way=way: way(hidden, head, tokens),
             None if maker is product else reference,
             options,

@@ -20,18 +20,18 @@ def test_common_experts_are_those_of_the_rows_as_sets(
     draw = np.random.default_rng([experts, top_k])
     left, right = draw.integers(-1, experts, (2, 40, 3, top_k))
     right[:20] = left[:20]
-    common, whole = overlap(left, right)
+    common, complete = overlap(left, right)
     for place in np.ndindex(40, 3):
         a, b = left[place].tolist(), right[place].tolist()
-        assert all(len({*row}) == top_k and min(row) >= 0 for row in (a, b)) == whole[place]
-        if whole[place]:
+        assert all(len({*row}) == top_k and min(row) >= 0 for row in (a, b)) == complete[place]
+        if complete[place]:
             assert len({*a} & {*b}) == common[place]
 
 
 def test_an_expert_of_one_side_is_not_another_one_of_the_other() -> None:
     """Where one side has low ids alone, 64 and 0 are still two experts."""
-    common, whole = overlap(np.array([[[0, 1]]]), np.array([[[64, 1]]]))
-    assert (1, True) == (int(common[0, 0]), bool(whole[0, 0]))
+    common, complete = overlap(np.array([[[0, 1]]]), np.array([[[64, 1]]]))
+    assert (1, True) == (int(common[0, 0]), bool(complete[0, 0]))
 
 
 @pytest.mark.parametrize("experts", [8, 130, 5000])
@@ -40,17 +40,17 @@ def test_what_is_chosen_of_the_rows_is_compared_as_if_it_were_all(experts: int) 
     draw = np.random.default_rng(experts)
     left, right = draw.integers(-1, experts, (2, 40, 5, 4))
     right[:20] = left[:20]
-    one, other = selections(left, right)
+    ours, other = selections(left, right)
     rows = np.array([3, 3, 17, 30])
     for mine, theirs, chosen in (
-        (left[rows], right[rows], (one.at(rows), other.at(rows))),
+        (left[rows], right[rows], (ours.at(rows), other.at(rows))),
         (
             left[:, 1:4],
             right[:, 2:],
-            (one.at(slice(None), slice(1, 4)), other.at(slice(None), slice(2, None))),
+            (ours.at(slice(None), slice(1, 4)), other.at(slice(None), slice(2, None))),
         ),
-        (np.repeat(left[:, 2:3], 5, axis=1), right, (one.at(slice(None), slice(2, 3)), other)),
+        (np.repeat(left[:, 2:3], 5, axis=1), right, (ours.at(slice(None), slice(2, 3)), other)),
     ):
-        wanted, got = overlap(mine, theirs), chosen[0].overlap(chosen[1])
-        assert all(np.array_equal(a, b) for a, b in zip(wanted, got, strict=True))
-    assert (40, 5, 4) == (len(one), one.layers, one.top_k)
+        expected, got = overlap(mine, theirs), chosen[0].overlap(chosen[1])
+        assert all(np.array_equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert (40, 5, 4) == (len(ours), ours.layers, ours.top_k)

@@ -51,7 +51,11 @@ class Scorer:
     ("changes", "error", "words"),
     [
         ({"replica": 1.0}, GapError, r"replica must have one axis \(tokens\), not shape \(\)"),
-        ({"mask": np.ones(N, complex)}, GapError, "mask must hold true and false, or 0 and 1: Cannot cast"),
+        (
+            {"mask": np.ones(N, complex)},
+            GapError,
+            "mask must hold true and false, or 0 and 1: Cannot cast",
+        ),
         ({"trainer_logprob": ["x" * 9000] * N}, GapError, r"must hold numbers .*characters\)\.$"),
         ({"seed": -1}, UsageError, "seed=-1 must be a whole number of at least 0"),
         ({"seed": "a"}, UsageError, "seed='a' must be a whole number"),
@@ -65,32 +69,96 @@ class Scorer:
         ({"limits_file": 3}, UsageError, "limits_file=3 must be a path"),
         ({"limits_file": "nowhere.toml"}, GapError, "limits in nowhere.toml cannot be read"),
         ({"limits_file": "a\0b"}, GapError, "cannot be read: embedded null"),
-        ({"limits": limits_named(), "limits_file": "mine.toml"}, UsageError, "limits is a profile, so limits_file cannot add to it"),
-        ({"by_version": [ROLLOUT]}, GapError, "by_version must map each weight version to a column of logprobs, not be a list"),
+        (
+            {"limits": limits_named(), "limits_file": "mine.toml"},
+            UsageError,
+            "limits is a profile, so limits_file cannot add to it",
+        ),
+        (
+            {"by_version": [ROLLOUT]},
+            GapError,
+            "by_version must map each weight version to a column of logprobs, not be a list",
+        ),
         ({"by_version": {1.5: ROLLOUT}}, GapError, "by_version has the version 1.5"),
         ({"by_version": {1: "x"}}, GapError, "trainer_logprob@1 must"),
-        ({"position": np.arange(N) - 1}, GapError, "position must be a whole number of at least 0 .*; it is -1 in row 0"),
-        ({"position": np.arange(N) + 0.5}, GapError, "position must be a whole number .*; it is 0.5 in row 0"),
+        (
+            {"position": np.arange(N) - 1},
+            GapError,
+            "position must be a whole number of at least 0 .*; it is -1 in row 0",
+        ),
+        (
+            {"position": np.arange(N) + 0.5},
+            GapError,
+            "position must be a whole number .*; it is 0.5 in row 0",
+        ),
         ({"position": np.full(N, 1e300)}, GapError, r"it is 1e\+300 in row 0"),
         ({"position": np.full(N, np.nan)}, GapError, "it is nan in row 0"),
-        ({"since_resume": np.full(N, 0.5)}, GapError, "since_resume must be a whole number .*; it is 0.5"),
-        ({"since_resume": np.full(N, -np.inf)}, GapError, "since_resume must be a whole number .*; it is -inf"),
-        ({"temperature": np.full(N, np.inf)}, GapError, "temperature must be a number of at least 0; it is inf"),
-        ({"version": np.full(N, np.inf)}, GapError, "version must hold whole numbers or text; it is inf in row 0"),
-        ({"version": np.array([1, "a", -np.inf, 2] * 100, dtype=object)}, GapError, "version must hold .*; it is -inf in row 2"),
+        (
+            {"since_resume": np.full(N, 0.5)},
+            GapError,
+            "since_resume must be a whole number .*; it is 0.5",
+        ),
+        (
+            {"since_resume": np.full(N, -np.inf)},
+            GapError,
+            "since_resume must be a whole number .*; it is -inf",
+        ),
+        (
+            {"temperature": np.full(N, np.inf)},
+            GapError,
+            "temperature must be a number of at least 0; it is inf",
+        ),
+        (
+            {"version": np.full(N, np.inf)},
+            GapError,
+            "version must hold whole numbers or text; it is inf in row 0",
+        ),
+        (
+            {"version": np.array([1, "a", -np.inf, 2] * 100, dtype=object)},
+            GapError,
+            "version must hold .*; it is -inf in row 2",
+        ),
         ({"version": np.arange(N) / 2}, GapError, "version must hold .*; it is 0.5 in row 1"),
-        ({"replica": [{"a": 1}] * N}, GapError, "replica must hold whole numbers or text, not values of type dict"),
-        ({"sequence_id": [{"prompt": 1}] * N}, GapError, "sequence_id must hold whole numbers or text, not values of type dict"),
-        ({"sequence_id": np.arange(N) / 20}, GapError, "sequence_id must hold .*; it is 0.05 in row 1"),
-        ({"sequence_id": [[1], [2, 3]] * 200}, GapError, "sequence_id cannot be made an array of numpy"),
-        ({"sequence_id": np.full(N, "2026-11-28", "datetime64[D]")}, GapError, "sequence_id must hold whole numbers or text"),
+        (
+            {"replica": [{"a": 1}] * N},
+            GapError,
+            "replica must hold whole numbers or text, not values of type dict",
+        ),
+        (
+            {"sequence_id": [{"prompt": 1}] * N},
+            GapError,
+            "sequence_id must hold whole numbers or text, not values of type dict",
+        ),
+        (
+            {"sequence_id": np.arange(N) / 20},
+            GapError,
+            "sequence_id must hold .*; it is 0.05 in row 1",
+        ),
+        (
+            {"sequence_id": [[1], [2, 3]] * 200},
+            GapError,
+            "sequence_id cannot be made an array of numpy",
+        ),
+        (
+            {"sequence_id": np.full(N, "2026-11-28", "datetime64[D]")},
+            GapError,
+            "sequence_id must hold whole numbers or text",
+        ),
         ({"mask": [[1], [1, 0]]}, GapError, "mask cannot be made an array of numpy"),
         ({"rollout_logprob": None}, GapError, "rollout_logprob"),
         ({"rollout_logprob": ROLLOUT + 1j}, GapError, "rollout_logprob must hold numbers"),
-        ({"rollout_routes": [[[1], [2]], [[1]]]}, GapError, "rollout_routes cannot be made an array of numpy"),
-        ({"rollout_routes": np.zeros((N, 2, 0), int)}, GapError, "rollout_routes must be an integer array"),
+        (
+            {"rollout_routes": [[[1], [2]], [[1]]]},
+            GapError,
+            "rollout_routes cannot be made an array of numpy",
+        ),
+        (
+            {"rollout_routes": np.zeros((N, 2, 0), int)},
+            GapError,
+            "rollout_routes must be an integer array",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_argument_of_the_wrong_kind(
     changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
@@ -113,13 +181,29 @@ def test_a_limits_file_by_name(tmp_path: Path) -> None:
     ("call", "error", "words"),
     [
         (lambda: score_rollouts(3, Scorer()), UsageError, "rollouts must be records .* not a int"),  # type: ignore[arg-type]
-        (lambda: score_rollouts([3], Scorer()), GapError, "A rollout must be a rollproof.Rollout, not int"),  # type: ignore[list-item]
-        (lambda: score_rollouts([], object()), UsageError, r"A trainer has a method score\(rollouts"),  # type: ignore[arg-type]
-        (lambda: score_rollouts([], Scorer(), provenance="mine"), UsageError, "provenance='mine' is not one of: as-sampled, latest"),
-        (lambda: score_rollouts("nowhere.json", Scorer()), UsageError, "There is no trace at nowhere.json"),
+        (
+            lambda: score_rollouts([3], Scorer()),
+            GapError,
+            "A rollout must be a rollproof.Rollout, not int",
+        ),  # type: ignore[list-item]
+        (
+            lambda: score_rollouts([], object()),
+            UsageError,
+            r"A trainer has a method score\(rollouts",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: score_rollouts([], Scorer(), provenance="mine"),
+            UsageError,
+            "provenance='mine' is not one of: as-sampled, latest",
+        ),
+        (
+            lambda: score_rollouts("nowhere.json", Scorer()),
+            UsageError,
+            "There is no trace at nowhere.json",
+        ),
         (lambda: measure_rollouts([], Scorer(), seed="x"), UsageError, "seed='x' must be"),  # type: ignore[arg-type]
     ],
-)  # fmt: skip
+)
 def test_rollouts_and_trainers_of_the_wrong_kind(
     call: Callable[[], Any], error: type[Exception], words: str
 ) -> None:
@@ -159,12 +243,12 @@ def test_a_program_in_place_of_records(tmp_path: Path, capsys: pytest.CaptureFix
     """``rollproof gap mine.py``: one line in our own words, which says what records are."""
     (tmp_path / "mine.py").write_text("import rollproof\n")
     assert ExitCode.USAGE == run(["gap", str(tmp_path / "mine.py")])
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
         "mine.py is neither Parquet nor Arrow: records are written by pyarrow.parquet.write_table"
-        in told
+        in output
     )
-    assert 1 == len(told.strip().splitlines())
+    assert 1 == len(output.strip().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -187,19 +271,19 @@ def test_padding_that_the_mask_counts_is_told(
     place = np.arange(50)[None] if left else 49 - np.arange(50)[None]
     padded = place < np.where(np.arange(30) < 10, 20, 10)[:, None]
     columns = {"sequence_id": np.repeat(np.arange(30), 50), "resamples": 100}
-    given = [
+    arguments = [
         np.where(padded, value, own).ravel()
         for value, own in zip(sides, (rollout, trainer), strict=True)
     ]
-    told = (
+    output = (
         f"200 tokens at the ends of 10 sequences have a logprob of exactly 0 {where}, as padding"
         " has."
     )
     assert any(
-        note.startswith(told) for note in measure(*given, mask=np.ones(1500), **columns).notes
+        note.startswith(output) for note in measure(*arguments, mask=np.ones(1500), **columns).notes
     )
     assert not any(
-        "padding" in note for note in measure(*given, mask=~padded.ravel(), **columns).notes
+        "padding" in note for note in measure(*arguments, mask=~padded.ravel(), **columns).notes
     )
 
 

@@ -57,35 +57,145 @@ def put(value: Any, at: Any = 7) -> Any:
 FIRST = {name: column[:1] for name, column in records().items()}
 NONE = {name: column[:0] for name, column in records().items()}
 BROKEN = [
-    ("nan", records(trainer_logprob=put(np.nan)), "fail", "1 token has a logprob that is not finite"),
-    ("minus infinity", records(rollout_logprob=put(-np.inf)), "fail", "1 token has a logprob that is not finite"),
-    ("stands for minus infinity", records(rollout_logprob=put(-9999.0)), "fail", "1 token has a logprob that is not finite"),
-    ("least float", records(trainer_logprob=put(np.finfo(np.float64).min)), "fail", "1 token has a logprob that is not finite"),
-    ("nothing but nan", records(rollout_logprob=np.full(N, np.nan)), "fail", "400 tokens have a logprob that is not finite"),
-    ("positive", records(trainer_logprob=lambda own: -own), "error", "trainer_logprob holds 400 of 400 values above 0"),
-    ("one positive", records(rollout_logprob=put(0.5)), "error", r"holds 1 of 400 values above 0 \(the first: 0.5 at row 7"),
-    ("positive under a version", records(**{"trainer_logprob@3": np.full(N, 0.5)}), "error", "trainer_logprob@3 holds 400 of 400 values"),
+    (
+        "nan",
+        records(trainer_logprob=put(np.nan)),
+        "fail",
+        "1 token has a logprob that is not finite",
+    ),
+    (
+        "minus infinity",
+        records(rollout_logprob=put(-np.inf)),
+        "fail",
+        "1 token has a logprob that is not finite",
+    ),
+    (
+        "stands for minus infinity",
+        records(rollout_logprob=put(-9999.0)),
+        "fail",
+        "1 token has a logprob that is not finite",
+    ),
+    (
+        "least float",
+        records(trainer_logprob=put(np.finfo(np.float64).min)),
+        "fail",
+        "1 token has a logprob that is not finite",
+    ),
+    (
+        "nothing but nan",
+        records(rollout_logprob=np.full(N, np.nan)),
+        "fail",
+        "400 tokens have a logprob that is not finite",
+    ),
+    (
+        "positive",
+        records(trainer_logprob=lambda own: -own),
+        "error",
+        "trainer_logprob holds 400 of 400 values above 0",
+    ),
+    (
+        "one positive",
+        records(rollout_logprob=put(0.5)),
+        "error",
+        r"holds 1 of 400 values above 0 \(the first: 0.5 at row 7",
+    ),
+    (
+        "positive under a version",
+        records(**{"trainer_logprob@3": np.full(N, 0.5)}),
+        "error",
+        "trainer_logprob@3 holds 400 of 400 values",
+    ),
     ("no mask", records(mask=None), "error", "mask"),
     ("a mask of weights", records(mask=np.full(N, 0.5)), "error", "mask must hold true and false"),
-    ("versions beyond exact floats", records(version=np.full(N, 1e300)), "error", "1e.300 in row 0 .a float does not hold it exactly"),
+    (
+        "versions beyond exact floats",
+        records(version=np.full(N, 1e300)),
+        "error",
+        "1e.300 in row 0 .a float does not hold it exactly",
+    ),
     ("all masked", records(mask=np.zeros(N)), "open", "the mask excludes all 400"),
     ("no row", NONE, "open", "the mask excludes all 0"),
     ("one token", FIRST, "open", "1 sequence is too few"),
     ("one sequence", records(sequence_id=np.zeros(N, int)), "open", "1 sequence is too few"),
-    ("a vocabulary of one", records(rollout_logprob=np.zeros(N), trainer_logprob=np.zeros(N)), "open", "pearson cannot be computed"),
-    ("a uniform law", records(rollout_logprob=np.full(N, -1.0), trainer_logprob=np.full(N, -1.0)), "open", "pearson cannot be computed"),
-    ("other tokens", records(token_id=np.arange(N), trainer_token_id=np.arange(N) // 2), "error", "different tokens in 399 rows"),
-    ("a sequence twice", records(position=np.arange(N) % 10), "error", r"200 tokens have the sequence_id and the position of another"),
-    ("routes without layers", records(rollout_routes=ROUTES[:, 0]), "error", "must (be an integer array|hold a list of layers)"),
-    ("routes of other layers", records(rollout_routes=ROUTES, trainer_routes=ROUTES[:, :2]), "error", "differ in shape"),
-    ("routes of other top-k", records(rollout_routes=ROUTES, trainer_routes=ROUTES[:, :, :1]), "error", "differ in shape"),
-    ("a negative temperature", records(temperature=np.full(N, -1.0)), "error", r"temperature must be a number of at least 0; it is -1"),
-    ("a temperature in words", records(temperature=np.full(N, "hot")), "error", "temperature must hold one number a token"),
-    ("positions in words", records(position=np.full(N, "x")), "error", "position must hold one number a token"),
-    ("resumes in words", records(since_resume=np.full(N, "x")), "error", "since_resume must hold one number a token"),
-    ("batches of nothing", records(batch=np.full(N, np.nan)), "error", "batch holds missing values"),
-    ("logprobs in words", records(trainer_logprob=np.full(N, "x")), "error", "trainer_logprob must hold numbers"),
-]  # fmt: skip
+    (
+        "a vocabulary of one",
+        records(rollout_logprob=np.zeros(N), trainer_logprob=np.zeros(N)),
+        "open",
+        "pearson cannot be computed",
+    ),
+    (
+        "a uniform law",
+        records(rollout_logprob=np.full(N, -1.0), trainer_logprob=np.full(N, -1.0)),
+        "open",
+        "pearson cannot be computed",
+    ),
+    (
+        "other tokens",
+        records(token_id=np.arange(N), trainer_token_id=np.arange(N) // 2),
+        "error",
+        "different tokens in 399 rows",
+    ),
+    (
+        "a sequence twice",
+        records(position=np.arange(N) % 10),
+        "error",
+        r"200 tokens have the sequence_id and the position of another",
+    ),
+    (
+        "routes without layers",
+        records(rollout_routes=ROUTES[:, 0]),
+        "error",
+        "must (be an integer array|hold a list of layers)",
+    ),
+    (
+        "routes of other layers",
+        records(rollout_routes=ROUTES, trainer_routes=ROUTES[:, :2]),
+        "error",
+        "differ in shape",
+    ),
+    (
+        "routes of other top-k",
+        records(rollout_routes=ROUTES, trainer_routes=ROUTES[:, :, :1]),
+        "error",
+        "differ in shape",
+    ),
+    (
+        "a negative temperature",
+        records(temperature=np.full(N, -1.0)),
+        "error",
+        r"temperature must be a number of at least 0; it is -1",
+    ),
+    (
+        "a temperature in words",
+        records(temperature=np.full(N, "hot")),
+        "error",
+        "temperature must hold one number a token",
+    ),
+    (
+        "positions in words",
+        records(position=np.full(N, "x")),
+        "error",
+        "position must hold one number a token",
+    ),
+    (
+        "resumes in words",
+        records(since_resume=np.full(N, "x")),
+        "error",
+        "since_resume must hold one number a token",
+    ),
+    (
+        "batches of nothing",
+        records(batch=np.full(N, np.nan)),
+        "error",
+        "batch holds missing values",
+    ),
+    (
+        "logprobs in words",
+        records(trainer_logprob=np.full(N, "x")),
+        "error",
+        "trainer_logprob must hold numbers",
+    ),
+]
 CASES = pytest.mark.parametrize(
     ("columns", "outcome", "words"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN]
 )
@@ -327,7 +437,7 @@ def test_the_temperature_of_the_calls_is_that_of_the_scoring(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("declared", "given", "words"),
+    ("declared", "temperature", "words"),
     [
         (
             (0.7, 0.7),
@@ -342,11 +452,11 @@ def test_the_temperature_of_the_calls_is_that_of_the_scoring(tmp_path: Path) -> 
     ],
 )
 def test_a_wrong_temperature_is_refused(
-    tmp_path: Path, declared: tuple[float, ...], given: float | None, words: str
+    tmp_path: Path, declared: tuple[float, ...], temperature: float | None, words: str
 ) -> None:
-    """Another temperature than the calls declare, or several, would compare different laws."""
+    """Another temperature than the calls', or several, would compare different distributions."""
     with pytest.raises(GapError, match=words):
-        score_rollouts(_called(tmp_path, *declared), Told("nowhere", temperature=given))
+        score_rollouts(_called(tmp_path, *declared), Told("nowhere", temperature=temperature))
 
 
 def test_greedy_tokens_are_told() -> None:
@@ -391,12 +501,12 @@ def test_versions_in_words_are_those_of_the_columns(tmp_path: Path) -> None:
         "trainer_logprob@0": columns["trainer_logprob"],
         "trainer_logprob@v1": columns["trainer_logprob"],
     }
-    for tags, wanted in (
+    for tags, expected in (
         (np.zeros(len(columns["mask"]), int), {0, "v1"}),
         (np.full(len(columns["mask"]), "0"), {"0", "v1"}),
     ):
         pq.write_table(pa.table({**scored, "version": tags}), tmp_path / "scored.parquet")
-        assert wanted == set(read_pairs(tmp_path / "scored.parquet").by_version)
+        assert expected == set(read_pairs(tmp_path / "scored.parquet").by_version)
 
 
 def test_ids_beyond_64_bits_stay_apart() -> None:
@@ -417,8 +527,8 @@ def test_ids_beyond_64_bits_stay_apart() -> None:
 def test_ids_in_bytes_are_text(tmp_path: Path) -> None:
     """Names that a file holds as bytes are told as text, in JSON too."""
     ids = np.array([f"r{x // 20}".encode() for x in range(N)])
-    for given in (ids, ids.astype(object)):
-        report = measure(**records(sequence_id=given, token_id=given), resamples=100)
+    for labels in (ids, ids.astype(object)):
+        report = measure(**records(sequence_id=labels, token_id=labels), resamples=100)
         assert str(report.panel.worst[0]["sequence"]).startswith("r")
         assert json.dumps(report.to_dict())
 

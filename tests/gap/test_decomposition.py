@@ -31,14 +31,18 @@ def columns(
     trainer = rollout + engine * rng.standard_normal(rollout.size)
     current = trainer + policy * (2 - version) * rng.standard_normal(rollout.size)
     return {
-        "rollout_logprob": rollout, "trainer_logprob": np.minimum(trainer, 0), "current_logprob": np.minimum(current, 0),
-        "sequence_id": np.arange(rollout.size) // length, "mask": np.ones(rollout.size), "version": version,
+        "rollout_logprob": rollout,
+        "trainer_logprob": np.minimum(trainer, 0),
+        "current_logprob": np.minimum(current, 0),
+        "sequence_id": np.arange(rollout.size) // length,
+        "mask": np.ones(rollout.size),
+        "version": version,
         "current_version": np.full(rollout.size, 2),
-    }  # fmt: skip
+    }
 
 
 def test_parts_add_up_token_by_token() -> None:
-    """The two parts of each token are its difference to the current weights, and their k1 add up."""
+    """The parts of a token add up to its difference to the current weights, and so do their k1."""
     own = columns(0.02, 0.05)
     found = measure(**own, resamples=100).decomposition
     assert found is not None

@@ -98,10 +98,12 @@ def test_the_fixture_measures_and_asserts(pytester: pytest.Pytester) -> None:
         import numpy as np
         RNG = np.random.default_rng(0)
         ROLLOUT = -RNG.exponential(0.3, 20_000)
-        COLUMNS = {"sequence_id": np.arange(20_000) // 100, "mask": np.ones(20_000), "limits": "tiny-bf16"}
+        IDS, MASK = np.arange(20_000) // 100, np.ones(20_000)
+        COLUMNS = {"sequence_id": IDS, "mask": MASK, "limits": "tiny-bf16"}
 
         def test_healthy(rollproof_gap):
-            report = rollproof_gap(ROLLOUT, ROLLOUT - 1e-4 * abs(RNG.standard_normal(20_000)), **COLUMNS)
+            trainer = ROLLOUT - 1e-4 * abs(RNG.standard_normal(20_000))
+            report = rollproof_gap(ROLLOUT, trainer, **COLUMNS)
             assert report.panel.n_tokens == 20_000 and report.subject.endswith("test_healthy")
 
         def test_broken(rollproof_gap):
@@ -124,7 +126,7 @@ def test_a_command_line_with_everything(tmp_path: Path, capsys: pytest.CaptureFi
     verdicts.
     """
     pytest.importorskip("matplotlib", reason="the report needs rollproof[report]")
-    page, told = tmp_path / "page.html", tmp_path / "told.json"
+    page, json_file = tmp_path / "page.html", tmp_path / "told.json"
     on, off, bad = (
         _file(tmp_path / name, scale)
         for name, scale in (("on.parquet", 0.3), ("off.parquet", 1.0), ("bad.parquet", 3.0))
@@ -141,11 +143,11 @@ def test_a_command_line_with_everything(tmp_path: Path, capsys: pytest.CaptureFi
         "--plots",
         str(tmp_path / "plots"),
     ]
-    assert ExitCode.UNKNOWN == run([*command, "--json", str(told), "--resamples", "100"])
+    assert ExitCode.UNKNOWN == run([*command, "--json", str(json_file), "--resamples", "100"])
     assert "(shifted)" in capsys.readouterr().out
     assert "comparison-title" in page.read_text(encoding="utf-8")
     assert (tmp_path / "plots" / "comparison.png").is_file()
-    data = json.loads(told.read_text())
+    data = json.loads(json_file.read_text())
     assert "pass" == data["comparison"]["verdict"]
     assert data["comparison"]["effects"][1]["ratio"] == pytest.approx(0.3, abs=0.02)
     assert ExitCode.FAIL == run(["gap", off, "--against", on, "--resamples", "100"])

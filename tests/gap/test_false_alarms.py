@@ -38,7 +38,7 @@ def healthy(
     return measure(rollout.ravel(), trainer.ravel(), **given, resamples=100)
 
 
-def told(report: GapReport) -> set[str]:
+def noted(report: GapReport) -> set[str]:
     return {cause.name for cause in report.causes}
 
 
@@ -46,7 +46,7 @@ def told(report: GapReport) -> set[str]:
     ("sequences", "length"), [(1, 1), (1, 3), (2, 2), (1, 200), (3, 40), (12, 8), (60, 2), (200, 1)]
 )
 def test_few_tokens_name_nothing(sequences: int, length: int) -> None:
-    """Of a handful of tokens no cause is told, however their logprobs happen to lie: 20 draws each."""
+    """A handful of tokens names no cause, whatever their logprobs are: 20 draws each."""
     for seed in range(20):
         rng = np.random.default_rng(seed)
         routes = np.argsort(rng.random((sequences * length, 3, 8)), axis=2)[:, :, :2]
@@ -55,7 +55,7 @@ def test_few_tokens_name_nothing(sequences: int, length: int) -> None:
             "trainer_routes": routes,
             "version": np.full(len(routes), 2),
         }
-        assert told(healthy(seed, sequences, length, **more)) <= FAULTLESS
+        assert noted(healthy(seed, sequences, length, **more)) <= FAULTLESS
 
 
 @pytest.mark.parametrize("profile", ["moe-bf16", "moe-fp8", "agentic-stale"])
@@ -64,7 +64,7 @@ def test_heavy_tails_are_no_fault(profile: str) -> None:
     where a limit breaks.
     """
     for seed in range(6):
-        assert told(healthy(seed, 60, 200, profile, factor=2.0)) <= FAULTLESS
+        assert noted(healthy(seed, 60, 200, profile, factor=2.0)) <= FAULTLESS
 
 
 def test_one_huge_token_names_nothing() -> None:
@@ -79,10 +79,16 @@ def test_one_huge_token_names_nothing() -> None:
         torn = trainer.copy()
         torn[at] -= 40.0
         report = measure(
-            rollout, torn, sequence_id=owner, mask=np.ones(6000), replica=owner % 4, version=np.full(6000, 2), resamples=100,
+            rollout,
+            torn,
+            sequence_id=owner,
+            mask=np.ones(6000),
+            replica=owner % 4,
+            version=np.full(6000, 2),
+            resamples=100,
             by_version={1: trainer + 1e-4 * (trainer < -0.1), 2: torn},
-        )  # fmt: skip
-        assert told(report) <= FAULTLESS
+        )
+        assert noted(report) <= FAULTLESS
         assert report.panel.worst[0]["abs_diff"] == pytest.approx(40, abs=1)
 
 
@@ -108,7 +114,7 @@ def test_harder_prompts_are_no_stale_replica_and_no_staleness() -> None:
         mask=np.ones(rollout.size),
         **columns,
     )
-    assert told(report) <= FAULTLESS
+    assert noted(report) <= FAULTLESS
 
 
 @pytest.mark.parametrize(("layers", "top_k"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -124,7 +130,7 @@ def test_a_flip_in_a_shallow_model_is_no_polluted_capture(layers: int, top_k: in
     )
     report = healthy(3, rollout_routes=left, trainer_routes=right)
     assert 0.01 < report.panel.metrics["any_layer_mismatch"].value
-    assert told(report) <= FAULTLESS
+    assert noted(report) <= FAULTLESS
 
 
 def test_updates_below_the_noise_are_no_wrong_version() -> None:
@@ -145,7 +151,7 @@ def test_updates_below_the_noise_are_no_wrong_version() -> None:
             "version": tags,
             "by_version": scores,
         }
-        assert told(measure(rollout, trainer, **columns, resamples=100)) <= FAULTLESS
+        assert noted(measure(rollout, trainer, **columns, resamples=100)) <= FAULTLESS
 
 
 def test_a_constant_offset_is_no_temperature() -> None:
@@ -159,7 +165,7 @@ def test_a_constant_offset_is_no_temperature() -> None:
         mask=np.ones(4000),
         resamples=100,
     )
-    assert told(report) <= FAULTLESS
+    assert noted(report) <= FAULTLESS
 
 
 def test_a_version_ahead_of_the_trainer_is_told() -> None:
@@ -183,10 +189,14 @@ def test_the_replica_of_each_token_counts_and_not_that_of_its_sequence_s_first()
         np.where(replica == 3, 0.2, 0.005) * (1 - np.exp(rollout)) * rng.normal(size=rollout.shape)
     )
     report = measure(
-        rollout.ravel(), (rollout + noise).ravel(), sequence_id=np.arange(12_000) // 300, mask=np.ones(12_000), replica=replica.ravel(),
+        rollout.ravel(),
+        (rollout + noise).ravel(),
+        sequence_id=np.arange(12_000) // 300,
+        mask=np.ones(12_000),
+        replica=replica.ravel(),
         resamples=100,
-    )  # fmt: skip
-    (cause,) = [one for one in report.causes if one.name == "stale replica"]
+    )
+    (cause,) = [cause for cause in report.causes if cause.name == "stale replica"]
     assert cause.because.startswith("sequences of replica 3 have ")
 
 
@@ -203,7 +213,7 @@ def test_rounding_that_has_a_pattern_is_no_temperature() -> None:
             mask=np.ones(6000),
             resamples=100,
         )
-        assert {named} == told(report)
+        assert {named} == noted(report)
 
 
 @pytest.mark.parametrize("apart", [0, 4])
@@ -224,7 +234,7 @@ def test_one_version_that_is_apart_is_no_rise(apart: int) -> None:
             "mask": np.ones(24_000),
             "version": np.repeat(version, 400),
         }
-        assert {named} == told(
+        assert {named} == noted(
             measure(
                 rollout.ravel(), np.minimum(rollout + noise, 0).ravel(), **columns, resamples=100
             )
@@ -248,7 +258,7 @@ def test_tokens_sampled_far_colder_than_the_limits_are_for_break_none() -> None:
     assert (GapVerdict.INCONCLUSIVE, None, {"numerics only"}) == (
         cold.verdict,
         cold.required_n,
-        told(cold),
+        noted(cold),
     )
     assert any(
         "sampled at temperature 0.1, and the limits moe-bf16 are for 1: numerics weigh 10 times"
@@ -278,9 +288,9 @@ def test_greedy_tokens_break_no_law() -> None:
     ]
     rollout, trainer = (x[np.arange(20_000), picked] - np.log(np.exp(x).sum(axis=1)) for x in laws)
     given = {"sequence_id": np.arange(20_000) // 200, "mask": np.ones(20_000), "resamples": 100}
-    assert "truncated support (top-p or top-k)" in told(measure(rollout, trainer, **given))
+    assert "truncated support (top-p or top-k)" in noted(measure(rollout, trainer, **given))
     report = measure(rollout, trainer, **given, temperature=np.zeros(20_000))
-    assert told(report) <= FAULTLESS
+    assert noted(report) <= FAULTLESS
     assert GapVerdict.INCONCLUSIVE is report.verdicts["rho_mean_minus_1"]
     assert GapVerdict.FAIL is report.verdicts["abs_diff_mean"]
 
@@ -290,7 +300,5 @@ def test_of_a_token_little_is_told_of_numerics() -> None:
     for sequences, few in ((1, True), (200, False)):
         (cause,) = healthy(0, sequences, 1).causes
         assert (
-            few
-            == (cause.confidence == 0.5)
-            == ("1 token cannot show other signs" in cause.because)
+            few == (cause.confidence == 0.5) == ("1 token cannot show other signs" in cause.because)
         )

@@ -30,7 +30,7 @@ def _score(version: int, *logprobs: float, request: str = "r0", scorer: str = "f
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Callable[..., Path]:
+def saved(tmp_path: Path) -> Callable[..., Path]:
     def write(*traces: Trace) -> Path:
         (tmp_path / "trace.arrow").unlink(missing_ok=True)
         for trace in traces:
@@ -47,7 +47,7 @@ def _parquet(path: Path, **columns: Any) -> str:
     return str(path)
 
 
-def test_each_segment_is_scored_by_its_own_version(kept: Callable[..., Path]) -> None:
+def test_each_segment_is_scored_by_its_own_version(saved: Callable[..., Path]) -> None:
     """Of scores under both versions every token takes that of the version that sampled it, and both
     stay at hand.
     """
@@ -56,7 +56,7 @@ def test_each_segment_is_scored_by_its_own_version(kept: Callable[..., Path]) ->
         _score(2, -2.1, -2.2, -2.3, -2.4),
         _score(1, 0, 0, 0, 0, scorer="other"),
     )
-    pairs = join_trace(kept(trace), "score:fsdp")
+    pairs = join_trace(saved(trace), "score:fsdp")
     assert [-1.1, -1.2, -2.3, -2.4] == pairs.trainer.tolist()
     assert ROLLOUT.tolist() == pairs.rollout.tolist()
     assert {1: [-1.1, -1.2, -1.3, -1.4], 2: [-2.1, -2.2, -2.3, -2.4]} == {
@@ -67,18 +67,18 @@ def test_each_segment_is_scored_by_its_own_version(kept: Callable[..., Path]) ->
     assert [-1, -1, 0, 1] == pairs.columns["since_resume"].tolist()
 
 
-def test_one_score_is_of_current_weights(kept: Callable[..., Path]) -> None:
-    """A single score under newer weights scores all tokens, and its version makes their age known."""
-    pairs = join_trace(kept(resumed(_score(5, -1.0, -1.0, -1.0, -1.0))), "score:fsdp")
+def test_one_score_is_of_current_weights(saved: Callable[..., Path]) -> None:
+    """A single score under newer weights scores all tokens, and its version gives their age."""
+    pairs = join_trace(saved(resumed(_score(5, -1.0, -1.0, -1.0, -1.0))), "score:fsdp")
     assert [5, 5, 5, 5] == pairs.columns["current_version"].tolist()
     assert {} == pairs.by_version
 
 
-def test_a_parquet_file_is_joined_by_request(kept: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_parquet_file_is_joined_by_request(saved: Callable[..., Path], tmp_path: Path) -> None:
     """Rows are matched by the request's id, in any order of the requests; its tokens are compared
     where it has them.
     """
-    trace = kept(resumed(requests=("r0", "r1")))
+    trace = saved(resumed(requests=("r0", "r1")))
     ids = ["r1"] * 4 + ["r0"] * 4
     spec = _parquet(
         tmp_path / "t.parquet",
@@ -99,9 +99,9 @@ def test_a_parquet_file_is_joined_by_request(kept: Callable[..., Path], tmp_path
         join_trace(trace, wrong)
 
 
-def test_episodes_are_told_apart(kept: Callable[..., Path], tmp_path: Path) -> None:
+def test_episodes_are_told_apart(saved: Callable[..., Path], tmp_path: Path) -> None:
     """Two episodes with a request of one name are two sequences, called by episode."""
-    trace = kept(resumed(), resumed())
+    trace = saved(resumed(), resumed())
     spec = _parquet(
         tmp_path / "t.parquet",
         sequence_id=["0:r0", "1:r0"],
@@ -110,16 +110,16 @@ def test_episodes_are_told_apart(kept: Callable[..., Path], tmp_path: Path) -> N
     assert ["0:r0", "1:r0"] == list(join_trace(trace, spec).sequences)
 
 
-def test_what_is_not_told_is_left_out(kept: Callable[..., Path]) -> None:
+def test_what_is_not_told_is_left_out(saved: Callable[..., Path]) -> None:
     """Without version tags, and with replies that are not the response end to end, those columns
     are not there.
     """
     score = _score(1, -1.0, -1.0, -1.0, -1.0)
-    assert "version" not in join_trace(kept(resumed(score, spans=())), "score:fsdp").columns
+    assert "version" not in join_trace(saved(resumed(score, spans=())), "score:fsdp").columns
     builder = TraceBuilder(contract()).weights(1).submit(prompt=(1, 2, 3))
     builder.reply(builder.call((1, 2, 3)), (4, 5, 9, 9), prompt_len=3)
     builder.result((4, 5, 6, 7), prompt=(1, 2, 3), logprobs=ROLLOUT)
-    assert "since_resume" not in join_trace(kept(builder.add(score).trace()), "score:fsdp").columns
+    assert "since_resume" not in join_trace(saved(builder.add(score).trace()), "score:fsdp").columns
 
 
 @pytest.mark.parametrize(
@@ -159,18 +159,18 @@ def test_what_is_not_told_is_left_out(kept: Callable[..., Path]) -> None:
     ],
 )
 def test_what_cannot_be_joined_is_refused(
-    kept: Callable[..., Path], trace: Trace, spec: str, message: str
+    saved: Callable[..., Path], trace: Trace, spec: str, message: str
 ) -> None:
-    """A side that lacks what the other has is an error that says what, how often, and where first."""
+    """If one side lacks what the other has, the error says what, how often, and where first."""
     with pytest.raises(GapError, match=message):
-        join_trace(kept(trace), spec)
+        join_trace(saved(trace), spec)
 
 
 def test_a_parquet_file_that_does_not_fit_is_refused(
-    kept: Callable[..., Path], tmp_path: Path
+    saved: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Rows of other requests, too few rows, and a file without the columns are told apart."""
-    trace = kept(resumed())
+    trace = saved(resumed())
     with pytest.raises(GapError, match=r"has no rows for 1 of 1 rollouts \(the first: r0\)"):
         join_trace(
             trace, _parquet(tmp_path / "a.parquet", sequence_id=["x"], trainer_logprob=[-1.0])

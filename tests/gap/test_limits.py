@@ -42,7 +42,7 @@ def _limit(side: Side = Side.ABOVE, fail: float = 1.0) -> Limit:
 def test_a_verdict_needs_the_whole_interval(
     side: Side, low: float, high: float, expected: GapVerdict
 ) -> None:
-    """Fail where all of the interval is beyond the limit, pass where none is, inconclusive between."""
+    """Fail if all of the interval is beyond the limit, pass if none is, else inconclusive."""
     assert expected is _limit(side).judge(
         Interval(value=(low + high) / 2 if low == low else 1.0, low=low, high=high)
     )
@@ -65,7 +65,7 @@ def test_the_tokens_needed_shrink_with_the_distance_from_the_limit() -> None:
 
 
 def test_every_shipped_limit_has_a_source() -> None:
-    """Each limit of each profile says where it comes from, and target, warn and fail are in order."""
+    """Each limit of each profile has a source, and its target, warn and fail are in order."""
     for name in (
         "dense-bf16",
         "moe-bf16",
@@ -154,7 +154,7 @@ def test_an_unknown_profile_lists_the_known_ones() -> None:
     ],
 )
 def test_too_little_data_is_inconclusive(sequences: int, mask: float, words: str) -> None:
-    """One sequence, a few, or no token left give no verdict, and a note that says what is missing."""
+    """One sequence, a few, or no token give no verdict, and a note says what is missing."""
     rollout = -np.random.default_rng(0).exponential(0.4, sequences * 50)
     report = measure(
         rollout,
@@ -212,7 +212,7 @@ def test_the_command_tells_the_verdict_by_its_exit_code(
 def test_the_command_takes_other_names_of_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file with another name for a column is read once that is said; without, the error says how."""
+    """A file with another name for a column is read with --column; without, the error says how."""
     path = _file(tmp_path / "t.parquet", 0.01, name="trainer_log_probs")
     assert 254 == run(["gap", str(path)])
     assert "--column trainer_logprob=trainer_log_probs" in capsys.readouterr().err
@@ -259,14 +259,14 @@ def test_k3_of_few_tokens_is_told_to_be_known_badly() -> None:
     the two sides are equal.
     """
     rng = np.random.default_rng(0)
-    for sequences, factor, told in ((30, 1.0, True), (40, 1.0, False), (30, 0.0, False)):
+    for sequences, factor, noted in ((30, 1.0, True), (40, 1.0, False), (30, 0.0, False)):
         rollout = -rng.exponential(0.4, 50 * sequences)
         trainer = np.minimum(rollout + factor * 0.02 * rng.standard_normal(len(rollout)), 0)
         ids = np.arange(len(rollout)) // 50
         report = measure(
             rollout, trainer, sequence_id=ids, mask=np.ones(len(rollout)), resamples=100
         )
-        assert told == any(
+        assert noted == any(
             note.startswith("k3 of 1,500 tokens may be larger than its interval says")
             for note in report.notes
         )

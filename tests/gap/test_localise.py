@@ -21,7 +21,7 @@ from rollproof.reporting.text import text_of
 torch = pytest.importorskip("torch", reason="localisation runs models of torch")
 pytest.importorskip("transformers", reason="the tiny models are of transformers")
 
-from rollproof.gap.localise.forwards import Forward, hf_forward  # noqa: E402 - they need torch
+from rollproof.gap.localise.forwards import Forward, hf_forward  # noqa: E402 - it needs torch
 from rollproof.replay.hf.model_families import tiny_model  # noqa: E402 - as above
 from tests.support.megatron_named import MegatronNamed, megatron_forward  # noqa: E402 - as above
 from tests.support.vllm_named import VllmNamed, vllm_forward  # noqa: E402 - as above
@@ -177,7 +177,7 @@ def test_what_stands_between_modules_is_found_too(
 
 
 def test_two_faults_are_both_found() -> None:
-    """A second fault behind the first is told as its own, since what comes before it is taken out."""
+    """A second fault after the first is reported too, since the effect of the first is removed."""
 
     def plant(own: Any) -> None:
         noisy("model.layers.0.self_attn.o_proj.weight")(own)
@@ -355,7 +355,7 @@ def test_growth_is_shown_with_replay_and_without() -> None:
 
 
 def test_a_side_that_must_not_be_led() -> None:
-    """Left to its own values, a second side shows the first place alone; what follows inherits it."""
+    """With its own values, a second side shows the first place alone; later ones inherit it."""
     found = localise(
         model("qwen3"),
         broken("qwen3", noisy("model.layers.1.mlp.up_proj.weight", 0.3)),
@@ -397,8 +397,8 @@ def test_nothing_is_left_on_the_models() -> None:
     assert torch.equal(logits, second(IDS).logits)
     assert 0 == sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks)
-        for one in (first, second)
-        for module in one.modules()
+        for side in (first, second)
+        for module in side.modules()
     )
 
 
@@ -437,9 +437,9 @@ def test_what_cannot_be_compared_is_refused(arguments: tuple[Any, ...], words: s
 
 def test_sides_of_other_sizes_are_refused() -> None:
     """Another number of tokens, none at all, or nothing in common cannot be compared."""
-    whole = hf_forward(model("qwen3"), IDS)
+    full = hf_forward(model("qwen3"), IDS)
     with pytest.raises(GapError, match="compares 96 tokens and HF 48"):
-        localise(whole, hf_forward(model("qwen3"), IDS[:2]))
+        localise(full, hf_forward(model("qwen3"), IDS[:2]))
     with pytest.raises(GapError, match="There are no tokens"):
         localise(hf_forward(model("qwen3"), IDS, IDS * 0), hf_forward(model("qwen3"), IDS, IDS * 0))
     other = torch.nn.Linear(24, 4)
@@ -447,7 +447,7 @@ def test_sides_of_other_sizes_are_refused() -> None:
         model=other, run=lambda own: own(IDS.float()), size=96, rows=np.arange(96), name="alien"
     )
     with pytest.raises(GapError, match="no site in common"):
-        localise(whole, alien)
+        localise(full, alien)
 
 
 def test_lines_fit_a_terminal_and_tell_the_place() -> None:

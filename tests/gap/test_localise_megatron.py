@@ -20,10 +20,7 @@ pytest.importorskip(
     "megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)"
 )
 
-from rollproof.gap.localise.forwards import (
-    hf_forward,  # noqa: E402 - as above
-    megatron_forward,  # noqa: E402 - it needs torch
-)
+from rollproof.gap.localise.forwards import hf_forward, megatron_forward  # noqa: E402 - it needs torch
 from tests.support.tiny_rollouts import checkpoint, load  # noqa: E402 - as above
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core warns of is not ours
@@ -43,9 +40,8 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]
 
     path = checkpoint(tmp_path_factory.mktemp("gap") / "model")
     setup = checkpoint_setup((Path(path),), dtype="float32")
-    first = load(
-        path
-    )  # before megatron-core's devices are replaced: those that a checkpoint is loaded onto would be, too
+    # before megatron-core's devices are replaced, since those of a loading checkpoint would be too
+    first = load(path)
     with ExitStack() as life:
         life.enter_context(cpu_megatron())
         store = torch.distributed.HashStore()
@@ -62,16 +58,16 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]
 @pytest.fixture
 def planted(sides: tuple[Any, Any]) -> Iterator[Any]:
     """Changes a parameter of the Megatron side, and puts it back."""
-    kept: list[tuple[Any, Any]] = []
+    originals: list[tuple[Any, Any]] = []
 
     def plant(path: str, change: Any) -> None:
         parameter = sides[1].get_parameter(path)
-        kept.append((parameter, parameter.detach().clone()))
+        originals.append((parameter, parameter.detach().clone()))
         with torch.no_grad():
             change(parameter)
 
     yield plant
-    for parameter, before in kept:
+    for parameter, before in originals:
         with torch.no_grad():
             parameter.copy_(before)
 
@@ -160,7 +156,7 @@ def test_a_fault_of_megatron_is_found(
 
 
 def test_replay_leaves_nothing_behind(sides: tuple[Any, Any]) -> None:
-    """Behind a localisation with replay the routers choose by themselves, and nothing is installed."""
+    """After a localisation with replay the routers choose by themselves; nothing is installed."""
     from rollproof.replay.megatron.replay_code import CoreReplay
 
     before = sides[1](IDS, torch.arange(40)[None].expand(6, 40), None)

@@ -18,7 +18,7 @@ from rollproof.gap import localise
 torch = pytest.importorskip("torch", reason="localisation runs models of torch")
 pytest.importorskip("transformers", reason="the tiny models are of transformers")
 
-from rollproof.engines.vllm import vllm_cpu  # noqa: E402 - it is of no use without torch
+from rollproof.engines.vllm import vllm_cpu  # noqa: E402 - it needs torch
 
 if not vllm_cpu.is_cpu_build():
     pytest.skip(
@@ -27,10 +27,7 @@ if not vllm_cpu.is_cpu_build():
     )
 
 from rollproof.fakes.tiny_models import make_checkpoint  # noqa: E402 - as above
-from rollproof.gap.localise.forwards import (
-    hf_forward,  # noqa: E402 - as above
-    vllm_forward,  # noqa: E402 - it needs torch
-)
+from rollproof.gap.localise.forwards import hf_forward, vllm_forward  # noqa: E402 - as above
 from tests.support.tiny_rollouts import load  # noqa: E402 - as above
 
 IDS = torch.randint(3, 64, (6, 40), generator=torch.Generator().manual_seed(0))
@@ -54,8 +51,13 @@ def sides(
         tmp_path_factory.mktemp("gap") / "model", request.param, num_hidden_layers=2
     )
     llm = LLM(
-        model=str(path), dtype="float32", enforce_eager=True, enable_prefix_caching=False, skip_tokenizer_init=True, **SIZES
-    )  # fmt: skip
+        model=str(path),
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        **SIZES,
+    )
     yield load(path), llm
     llm.llm_engine.engine_core.shutdown()
 

@@ -87,9 +87,9 @@ def test_what_a_handful_of_tokens_decides_has_no_interval(name: str) -> None:
     pairs = _pairs(rollout.reshape(800, 50), trainer.reshape(800, 50))
     interval = metric_interval(METRICS[name], Resampler(sequence_sums(pairs), resamples=50))
     assert math.isfinite(interval.value) and math.isnan(interval.low) and math.isnan(interval.high)
-    told = measure_pairs(pairs, limits=limits_named(), resamples=50).to_dict()["metrics"][name]
-    assert (None, None) == (told["low"], told["high"])
-    assert "a handful of tokens decides it" in told["no_interval"]
+    entry = measure_pairs(pairs, limits=limits_named(), resamples=50).to_dict()["metrics"][name]
+    assert (None, None) == (entry["low"], entry["high"])
+    assert "a handful of tokens decides it" in entry["no_interval"]
 
 
 def test_equal_sides_have_the_healthy_value_of_every_metric() -> None:
@@ -122,13 +122,13 @@ def test_a_hand_computed_example() -> None:
 
 
 def test_sums_do_not_depend_on_where_the_pass_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass over the tokens gives the same sums in one piece and in pieces of a few sequences."""
+    """The pass over the tokens gives the same sums in one chunk and in chunks of few sequences."""
     rng = np.random.default_rng(1)
     rollout = -rng.exponential(0.5, (40, 30))
     pairs = _pairs(rollout, np.minimum(rollout + 0.1 * rng.standard_normal(rollout.shape), 0))
-    whole = sequence_sums(pairs)
+    sums_at_once = sequence_sums(pairs)
     monkeypatch.setattr("rollproof.gap.metrics._CHUNK", 64)
-    np.testing.assert_allclose(whole, sequence_sums(pairs), rtol=1e-12)
+    np.testing.assert_allclose(sums_at_once, sequence_sums(pairs), rtol=1e-12)
 
 
 def test_logprobs_that_are_not_finite_are_counted_and_left_out() -> None:

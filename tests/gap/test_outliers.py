@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollproof.gap import GapVerdict, measure
-from rollproof.gap.diagnosis.outliers import find_mistagged, find_tilted, find_mismatched
+from rollproof.gap.diagnosis.outliers import find_mismatched, find_mistagged, find_tilted
 from rollproof.gap.token_pairs import TokenPairs
 from tests.support.gap_faults import GapWorld, gap_columns
 from tests.support.gap_profiles import PROFILES, closed_form, noise_scale
@@ -102,7 +102,7 @@ def test_sequences_of_another_version_are_named(fault: str, versions: str) -> No
 @pytest.mark.parametrize("cluster", [0.5, 1.0])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_healthy_sequences_never_stand_apart(profile: str, cluster: float) -> None:
-    """However heavy the tails, however unlike the noise of two sequences (benchmarks/gap_strays.py
+    """Whatever the tails and the noise of single sequences (benchmarks/gap_outliers.py
     counts over thousands of sets).
     """
     rng = np.random.default_rng(24)
@@ -124,8 +124,11 @@ def test_healthy_sequences_never_stand_apart(profile: str, cluster: float) -> No
 def test_an_offset_that_all_share_is_no_strays() -> None:
     """Nor is a fault of all sequences, or of half of them, which the causes tell."""
     for fault in ("trainer temperature, T=0.7", "lost weights", "off by one, late", "top-p 0.90"):
-        whole = fake(fault, 22)
-        assert ((), ()) == (find_tilted(TokenPairs.of(**whole)), find_mismatched(TokenPairs.of(**whole)))
+        data = fake(fault, 22)
+        assert ((), ()) == (
+            find_tilted(TokenPairs.of(**data)),
+            find_mismatched(TokenPairs.of(**data)),
+        )
 
 
 def test_versions_that_part_by_less_than_the_noise_are_not_told_apart() -> None:

@@ -192,7 +192,7 @@ def test_equal_logprobs_are_drawn() -> None:
 
 
 def test_a_page_is_the_same_twice(tmp_path: Path) -> None:
-    """The same report gives the same bytes: a page can be compared and kept under version control."""
+    """The same report gives the same bytes: a page can be compared and version-controlled."""
     write_report(_report("numerics only"), tmp_path / "page.html")
     assert _page("numerics only") == (tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -227,7 +227,7 @@ def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def _localisation(*, broken: bool) -> Localisation:
-    """Two layers of four places, of which one parts; the second model names its modules otherwise."""
+    """Two layers of four places, of which one parts; the second model has other module names."""
     sites = []
     for layer in range(2):
         for role in ("residual", "q", "experts", "mlp"):

@@ -132,14 +132,14 @@ def test_a_version_without_a_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tags", "told"),
+    ("tags", "message"),
     [
         (None, "and no token has a version"),
         (np.full(N, 3), r"and no token has one of them as its version \(3\)"),
         (np.full(N, "v3"), None),
     ],
 )
-def test_scores_of_versions_that_no_token_has_are_told(tags: Any, told: str | None) -> None:
+def test_scores_of_versions_that_no_token_has_are_told(tags: Any, message: str | None) -> None:
     """``trainer_logprob@v3`` is not that of version 3: what could not be looked at is said."""
     more = {} if tags is None else {"version": tags}
     report = measure(**TOKENS, **more, by_version={"v3": ROLLOUT, "v4": ROLLOUT}, resamples=100)
@@ -148,10 +148,10 @@ def test_scores_of_versions_that_no_token_has_are_told(tags: Any, told: str | No
         for note in report.notes
         if note.startswith("trainer_logprob@VERSION is there for v3, v4, ")
     ]
-    assert (told is None) == (not notes)
-    if told is not None:
+    assert (message is None) == (not notes)
+    if message is not None:
         assert notes[0].endswith(": whether another version sampled was not checked.")
-        assert re.search(told, notes[0])
+        assert re.search(message, notes[0])
 
 
 def test_sequences_in_pieces_are_told() -> None:

@@ -206,10 +206,19 @@ def test_trl_metrics() -> None:
         _metrics={"train": defaultdict(list)},
     )
     space = {
-        "self": own, "torch": torch, "mode": "train", "device": "cpu", "tool_mask": None, "completion_mask": mask,
-        "old_per_token_logps": trainer, "sampling_per_token_logps": rollout, "sequence_level_is": False,
-        "vllm_importance_sampling_ratio": torch.exp(trainer - rollout), "nanmin": torch.min, "nanmax": torch.max,
-    }  # fmt: skip
+        "self": own,
+        "torch": torch,
+        "mode": "train",
+        "device": "cpu",
+        "tool_mask": None,
+        "completion_mask": mask,
+        "old_per_token_logps": trainer,
+        "sampling_per_token_logps": rollout,
+        "sequence_level_is": False,
+        "vllm_importance_sampling_ratio": torch.exp(trainer - rollout),
+        "nanmin": torch.min,
+        "nanmax": torch.max,
+    }
     run_block(
         path, lambda text: '_metrics[mode]["sampling/sampling_logp_difference/mean"]' in text, space
     )
@@ -276,10 +285,13 @@ def test_slime_and_miles_own_code(project: str, case: str) -> None:
         run_function(path.parents[2] / "utils/ppo_utils.py", "compute_approx_kl", space)
     lengths = [rollout.shape[1]] * len(rollout)
     space |= {
-        "args": SimpleNamespace(use_rollout_logprobs=False), "batch": {"rollout_log_probs": list(rollout)},
-        "old_log_probs": trainer.flatten(), "train_scored_log_probs": trainer.flatten(), "active_tokens": mask.flatten().bool(),
+        "args": SimpleNamespace(use_rollout_logprobs=False),
+        "batch": {"rollout_log_probs": list(rollout)},
+        "old_log_probs": trainer.flatten(),
+        "train_scored_log_probs": trainer.flatten(),
+        "active_tokens": mask.flatten().bool(),
         "sum_of_sample_mean": make(lengths, lengths, list(mask)),
-    }  # fmt: skip
+    }
     run_block(
         path,
         lambda text: (

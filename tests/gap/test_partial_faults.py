@@ -207,10 +207,16 @@ def test_a_version_that_is_wrong_on_one_side_of_a_resume(alone: bool, where: str
         for version in (4, 3)
     }
     report = measure(
-        rollout.ravel(), scores[4], sequence_id=np.repeat(np.arange(60), 120), mask=np.ones(7200), version=np.full(7200, 4),
-        by_version=scores, since_resume=np.tile(np.where(place < 60, -1, place - 60), 60), resamples=100,
-    )  # fmt: skip
-    (cause,) = [one for one in report.causes if one.name == "wrong version scored"]
+        rollout.ravel(),
+        scores[4],
+        sequence_id=np.repeat(np.arange(60), 120),
+        mask=np.ones(7200),
+        version=np.full(7200, 4),
+        by_version=scores,
+        since_resume=np.tile(np.where(place < 60, -1, place - 60), 60),
+        resamples=100,
+    )
+    (cause,) = [item for item in report.causes if item.name == "wrong version scored"]
     assert f"(tag 4: version 3{where})" in cause.because
 
 
@@ -229,7 +235,8 @@ def test_what_one_replica_does_is_named_by_its_own_tokens(fault: str, name: str)
     """
     world = GapWorld(sequences=64, length=300)
     healthy, wrong = (
-        gap_columns(one, seed=seed, world=world) for one, seed in (("numerics only", 1), (fault, 2))
+        gap_columns(item, seed=seed, world=world)
+        for item, seed in (("numerics only", 1), (fault, 2))
     )
     own = np.repeat(np.arange(64) % 4 == 2, 300)
     columns = {
@@ -289,11 +296,15 @@ def test_healthy_resumes_at_uncertain_tokens_are_no_fault(seed: int) -> None:
     worst = np.argmin(rollout[:, 100:300], axis=1) + 100
     since = np.arange(400) - worst[:, None]
     report = measure(
-        rollout.ravel(), trainer.ravel(), sequence_id=np.arange(24_000) // 400, mask=np.ones(24_000), resamples=200,
+        rollout.ravel(),
+        trainer.ravel(),
+        sequence_id=np.arange(24_000) // 400,
+        mask=np.ones(24_000),
+        resamples=200,
         since_resume=np.where(since < 0, -1, since).ravel(),
-    )  # fmt: skip
+    )
     near, away = (
-        next(one for one in report.buckets["since_resume"] if one.label == label)
+        next(item for item in report.buckets["since_resume"] if item.label == label)
         for label in ("0", "8+")
     )
     assert near.abs_diff.low > 2 * away.abs_diff.high
@@ -334,17 +345,20 @@ def test_one_stale_replica_of_twenty(alone: bool) -> None:
     )
     noise[replica >= 18] *= 50
     report = measure(
-        rollout.ravel(), np.minimum(rollout + noise, 0).ravel(), sequence_id=np.arange(6600) // 60, mask=np.ones(6600), resamples=100,
+        rollout.ravel(),
+        np.minimum(rollout + noise, 0).ravel(),
+        sequence_id=np.arange(6600) // 60,
+        mask=np.ones(6600),
+        resamples=100,
         replica=np.repeat(replica, 60),
-    )  # fmt: skip
-    (cause,) = [one for one in report.causes if one.name == "stale replica"]
+    )
+    (cause,) = [item for item in report.causes if item.name == "stale replica"]
     assert "sequences of replica 7 have" in cause.because
-    told = [note for note in report.notes if "replica" in note]
+    replica_notes = [note for note in report.notes if "replica" in note]
     assert (
         []
         if alone
         else [
-            "2 replicas sampled fewer than 5 sequences (18, 19): too few to detect a stale"
-            " replica."
+            "2 replicas sampled fewer than 5 sequences (18, 19): too few to detect a stale replica."
         ]
-    ) == told
+    ) == replica_notes

@@ -96,13 +96,13 @@ def test_bf16_operands_lose_nothing_in_the_product() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
-    """Shapes, dtypes, ids and temperatures that do not fit are refused before anything is computed."""
+    """Shapes, dtypes, ids and temperatures that do not fit are rejected before any computation."""
     from rollproof.gap.scoring import score
 
     hidden, head, tokens = _case()
-    given = {"hidden": hidden, "head": head, "tokens": tokens, **change}
+    operands = {"hidden": hidden, "head": head, "tokens": tokens, **change}
     with pytest.raises(GapError, match=words):
-        score(given.pop("hidden"), given.pop("head"), given.pop("tokens"), **given)
+        score(operands.pop("hidden"), operands.pop("head"), operands.pop("tokens"), **operands)
 
 
 def test_no_tokens_give_no_scores() -> None:

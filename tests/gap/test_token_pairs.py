@@ -69,9 +69,12 @@ def test_differences_under_the_mask_do_not_count() -> None:
 def test_rows_in_any_order_come_together_by_sequence_and_position() -> None:
     """Shuffled rows are laid out by sequence, and by position within one."""
     pairs = TokenPairs.of(
-        rollout_logprob=[-0.4, -0.1, -0.3, -0.2], trainer_logprob=[-1.4, -1.1, -1.3, -1.2], sequence_id=["b", "a", "b", "a"],
-        mask=[1, 1, 1, 1], position=[1, 0, 0, 1],
-    )  # fmt: skip
+        rollout_logprob=[-0.4, -0.1, -0.3, -0.2],
+        trainer_logprob=[-1.4, -1.1, -1.3, -1.2],
+        sequence_id=["b", "a", "b", "a"],
+        mask=[1, 1, 1, 1],
+        position=[1, 0, 0, 1],
+    )
     assert [-0.1, -0.2, -0.3, -0.4] == pairs.rollout.tolist()
     assert (["a", "b"], [0, 2]) == (list(pairs.sequences), pairs.starts.tolist())
     assert {
@@ -139,13 +142,25 @@ def test_other_names_of_columns_are_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"sequence_id": [1], "rollout_log_prob": [-1.0], "mask": [1]}, "no column rollout_logprob,.*rollout_logprob=rollout_log_prob"),
+        (
+            {"sequence_id": [1], "rollout_log_prob": [-1.0], "mask": [1]},
+            "no column rollout_logprob,.*rollout_logprob=rollout_log_prob",
+        ),
         (_columns(mask=[True, None, True, True]), "mask holds 1 missing values"),
-        (_columns(rollout_routes=[[[0, 1]], [[0, 1]], [[0, 1], [2, 3]], [[0, 1]]]), "rollout_routes must have the same number of layers"),
-        (_columns(rollout_logprob=[[-0.5], [-1.0], [-0.1, -2.0], [-0.1]], trainer_logprob=[[-0.5], [-1.0], [-0.1], [-0.1]],
-                  mask=[[True]] * 4), "differ in length in row 2"),
+        (
+            _columns(rollout_routes=[[[0, 1]], [[0, 1]], [[0, 1], [2, 3]], [[0, 1]]]),
+            "rollout_routes must have the same number of layers",
+        ),
+        (
+            _columns(
+                rollout_logprob=[[-0.5], [-1.0], [-0.1, -2.0], [-0.1]],
+                trainer_logprob=[[-0.5], [-1.0], [-0.1], [-0.1]],
+                mask=[[True]] * 4,
+            ),
+            "differ in length in row 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_files_that_hold_something_else_are_refused(
     tmp_path: Path, columns: dict[str, Any], words: str
 ) -> None:

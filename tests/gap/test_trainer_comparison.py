@@ -34,7 +34,7 @@ def _pairs(rollout: FloatArray, trainer: FloatArray, **columns: object) -> Token
     return TokenPairs.of(rollout_logprob=rollout.ravel(), trainer_logprob=trainer.ravel(), **given)
 
 
-def _sides(seed: int, factor: float) -> tuple[TokenPairs, TokenPairs]:
+def _two_scores(seed: int, factor: float) -> tuple[TokenPairs, TokenPairs]:
     """The rollout scored with a noise, and with ``factor`` times that noise."""
     rollout = _rollout(seed)
     scale = noise_scale(PROFILES["moe-bf16-r3"], *rollout.shape, np.random.default_rng(seed + 1))
@@ -47,7 +47,7 @@ def _sides(seed: int, factor: float) -> tuple[TokenPairs, TokenPairs]:
 
 def test_the_ratio_is_that_of_the_metrics() -> None:
     """A ratio is the one side's metric over the other's, over the tokens that both have."""
-    on, off = _sides(0, 2.0)
+    on, off = _two_scores(0, 2.0)
     for effect in compare(on, off).effects:
         size = {"kl_mu_pi_k3": lambda d: np.expm1(d) - d, "abs_diff_mean": np.abs}[effect.metric]
         means = [float(size(side.trainer - side.rollout).mean()) for side in (on, off)]
@@ -59,7 +59,7 @@ def test_smaller_larger_and_alike_are_told_apart() -> None:
     """Half the noise passes and twice the noise fails as replay, and the other way round as a
     control.
     """
-    on, off = _sides(0, 2.0)
+    on, off = _two_scores(0, 2.0)
     assert GapVerdict.PASS is compare(on, off).verdict
     assert GapVerdict.FAIL is compare(off, on).verdict
     comparison = compare(on, off, controls={"permuted": on})
@@ -75,14 +75,16 @@ def test_smaller_larger_and_alike_are_told_apart() -> None:
 
 def _worse(pairs: TokenPairs) -> TokenPairs:
     return TokenPairs(
-        rollout=pairs.rollout, trainer=np.minimum(pairs.rollout + 4 * (pairs.trainer - pairs.rollout), 0.0), starts=pairs.starts,
+        rollout=pairs.rollout,
+        trainer=np.minimum(pairs.rollout + 4 * (pairs.trainer - pairs.rollout), 0.0),
+        starts=pairs.starts,
         sequences=pairs.sequences,
-    )  # fmt: skip
+    )
 
 
 def test_the_same_scores_twice_decide_nothing() -> None:
     """A ratio of exactly 1 is no improvement and no harm."""
-    on, _ = _sides(0, 2.0)
+    on, _ = _two_scores(0, 2.0)
     assert GapVerdict.INCONCLUSIVE is compare(on, on).verdict
 
 
@@ -90,7 +92,7 @@ def test_no_gap_with_replay_passes() -> None:
     """Where the replayed scores equal the rollout's there is nothing left to mend, whatever the
     other side has.
     """
-    on, off = _sides(0, 2.0)
+    on, off = _two_scores(0, 2.0)
     exact = TokenPairs(
         rollout=on.rollout, trainer=on.rollout, starts=on.starts, sequences=on.sequences
     )
@@ -121,7 +123,7 @@ def test_the_interval_covers() -> None:
 
 def test_order_and_names_of_sequences_do_not_matter() -> None:
     """Sequences are matched by name, in any order, as numbers or as text."""
-    on, off = _sides(0, 2.0)
+    on, off = _two_scores(0, 2.0)
     rollout, trainer = (values.reshape(40, 100)[::-1] for values in (off.rollout, off.trainer))
     turned = _pairs(rollout, trainer, sequence_id=np.repeat(np.arange(40)[::-1].astype(str), 100))
     assert compare(on, off).effects == compare(on, turned).effects
@@ -129,7 +131,7 @@ def test_order_and_names_of_sequences_do_not_matter() -> None:
 
 def test_what_is_on_one_side_only_is_left_out_and_told() -> None:
     """Sequences and tokens that a side lacks count on no side."""
-    on, off = _sides(0, 2.0)
+    on, off = _two_scores(0, 2.0)
     part = off.select(np.repeat(np.arange(40) < 30, 100))
     part.trainer[7] = np.nan
     comparison = compare(on, part)
@@ -141,17 +143,31 @@ def test_what_is_on_one_side_only_is_left_out_and_told() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rollout, trainer: _pairs(rollout - 0.01, trainer), "hold different rollouts: 4,000 tokens with another token_id"),
-        (lambda rollout, trainer: _pairs(rollout[:, 1:], trainer[:, 1:]), "Sequence 0 has 100 unmasked tokens .* and 99 in"),
-        (lambda rollout, trainer: _pairs(rollout, trainer, sequence_id=np.arange(4000) // 100 + 100), "No sequence_id is on every side"),
-        (lambda rollout, trainer: _pairs(rollout, trainer * np.nan), "No token has a finite logprob on every side"),
+        (
+            lambda rollout, trainer: _pairs(rollout - 0.01, trainer),
+            "hold different rollouts: 4,000 tokens with another token_id",
+        ),
+        (
+            lambda rollout, trainer: _pairs(rollout[:, 1:], trainer[:, 1:]),
+            "Sequence 0 has 100 unmasked tokens .* and 99 in",
+        ),
+        (
+            lambda rollout, trainer: _pairs(
+                rollout, trainer, sequence_id=np.arange(4000) // 100 + 100
+            ),
+            "No sequence_id is on every side",
+        ),
+        (
+            lambda rollout, trainer: _pairs(rollout, trainer * np.nan),
+            "No token has a finite logprob on every side",
+        ),
     ],
-)  # fmt: skip
+)
 def test_another_rollout_is_refused(change: object, message: str) -> None:
     """Scores of other tokens, of another mask, of other sequences or of nothing are an error that
     says which.
     """
-    on, _ = _sides(0, 2.0)
+    on, _ = _two_scores(0, 2.0)
     assert callable(change)
     other = change(on.rollout.reshape(40, 100), on.trainer.reshape(40, 100))
     with pytest.raises(GapError, match=message):
@@ -162,9 +178,9 @@ def test_json_form() -> None:
     """Every compared metric is in the JSON with its ratio, its interval, what is wanted and the
     verdict.
     """
-    on, off = _sides(0, 2.0)
-    told = compare(on, off, controls={"shifted": off}).to_dict()
-    assert list(COMPARED) == [effect["metric"] for effect in told["effects"]]
-    assert {"below 1"} == {effect["wanted"] for effect in told["effects"]}
-    assert {"above 1"} == {effect["wanted"] for effect in told["controls"]["shifted"]}
-    assert all(effect["low"] < effect["ratio"] < effect["high"] for effect in told["effects"])
+    on, off = _two_scores(0, 2.0)
+    data = compare(on, off, controls={"shifted": off}).to_dict()
+    assert list(COMPARED) == [effect["metric"] for effect in data["effects"]]
+    assert {"below 1"} == {effect["wanted"] for effect in data["effects"]}
+    assert {"above 1"} == {effect["wanted"] for effect in data["controls"]["shifted"]}
+    assert all(effect["low"] < effect["ratio"] < effect["high"] for effect in data["effects"])

@@ -74,7 +74,7 @@ def test_a_segment_is_scored_under_its_own_version(tmp_path: Path) -> None:
 
 
 def test_every_version_is_scored_on_request() -> None:
-    """With ``every_version`` all rollouts are scored under all versions, so that a wrong tag shows."""
+    """With ``every_version`` all rollouts are scored under all versions, which shows wrong tags."""
     rollouts = [_rollout("r0", version=1), _rollout("r1", version=2)]
     pairs = score_rollouts(rollouts, Constant(), every_version=True)
     assert {1: [-1.0] * 6, 2: [-2.0] * 6} == {
@@ -97,15 +97,20 @@ def test_the_fixture_takes_a_trainer(pytester: pytest.Pytester) -> None:
                 self.off = off
 
             def score(self, rollouts, *, version, replay):
-                return [Scored(logprobs=rollout.logprobs - self.off * np.random.default_rng(0).random(20)) for rollout in rollouts]
+                noise = self.off * np.random.default_rng(0).random(20)
+                return [Scored(logprobs=rollout.logprobs - noise) for rollout in rollouts]
 
         def rollouts():
             draw = lambda: -np.random.default_rng(1).exponential(0.4, 20)
-            return [Rollout(request_id=f"r{i}", prompt_ids=(1,), response_ids=(2,) * 20, finish_reason=FinishReason.LENGTH, logprobs=draw())
-                    for i in range(20)]
+            common = {"prompt_ids": (1,), "finish_reason": FinishReason.LENGTH}
+            return [
+                Rollout(request_id=f"r{i}", response_ids=(2,) * 20, logprobs=draw(), **common)
+                for i in range(20)
+            ]
 
         def test_near(rollproof_gap):
-            assert rollproof_gap(rollouts(), trainer=Trainer(1e-6), limits="tiny-fp32").panel.n_tokens == 400
+            report = rollproof_gap(rollouts(), trainer=Trainer(1e-6), limits="tiny-fp32")
+            assert report.panel.n_tokens == 400
 
         def test_far(rollproof_gap):
             rollproof_gap(rollouts(), trainer=Trainer(3.0), limits="tiny-fp32")
@@ -164,7 +169,7 @@ def test_rows_of_the_latest_prefill_are_compared_with_the_last_weights() -> None
     ],
 )
 def test_a_trainer_that_answers_wrongly_is_told(made: Any, words: str) -> None:
-    """Scores that are too few, of another shape or no numbers are an error that names the rollout."""
+    """Scores that are too few, of another shape or no numbers raise an error with the rollout."""
     with pytest.raises(GapError, match=words):
         score_rollouts([_rollout()], Wrong(made))
 
@@ -319,7 +324,7 @@ def test_the_command_scores_replays_and_localises(
         ),
         (
             ["--trainer", "score:x", "--localise", "hf:x"],
-            "--localise needs a trainer whose modules can be heard",
+            "--localise needs a trainer that is a model with modules",
         ),
         (["--trainer", "hf:x", "--replay", "--against", "y"], "leave --against out"),
         (["--trainer", "nowhere_at_all:Trainer"], "nowhere_at_all"),

@@ -33,8 +33,15 @@ law = torch.log_softmax(hidden.double() @ head.double().t() / 0.7, -1)
 wrong = (found.logprob.double() - law.gather(1, tokens[:, None])[:, 0]).abs().max()
 entropy = (found.entropy.double() + (law.exp() * law).sum(-1)).abs().max()
 alone = score(hidden, head, tokens, temperature=0.7)
-json.dump({"logprob": wrong.item(), "entropy": entropy.item(), "alone": (found.logprob - alone.logprob).abs().max().item(),
-           "values": found.logprob.tolist(), "of_shard": int(((tokens >= first) & (tokens < first + len(shard))).sum())}, open(out, "w"))
+in_shard = (tokens >= first) & (tokens < first + len(shard))
+result = {
+    "logprob": wrong.item(),
+    "entropy": entropy.item(),
+    "alone": (found.logprob - alone.logprob).abs().max().item(),
+    "values": found.logprob.tolist(),
+    "of_shard": int(in_shard.sum()),
+}
+json.dump(result, open(out, "w"))
 dist.destroy_process_group()
 """
 
@@ -55,11 +62,11 @@ def test_shards_of_the_vocabulary_give_what_the_whole_gives(tmp_path: Path) -> N
         for rank, out in enumerate(outs)
     ]
     try:
-        told = [rank.communicate(timeout=240)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [0, 0] == [rank.returncode for rank in ranks], told
+    assert [0, 0] == [rank.returncode for rank in ranks], errors
     left, right = (json.loads(out.read_text()) for out in outs)
     assert left["values"] == right["values"]
     assert 0 < left["of_shard"] < 37

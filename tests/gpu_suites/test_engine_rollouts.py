@@ -91,7 +91,7 @@ def test_both_engines_sample_at_once_and_each_is_started_once(engines: dict[str,
     for name in FLAVOURS:
         kinds = found.of(name, "bfloat16")
         assert {"uninterrupted", "recompute", "keep"} == set(kinds)
-        assert [8] * 6 == [len(one.response_ids) for one in kinds["uninterrupted"]]
+        assert [8] * 6 == [len(rollout.response_ids) for rollout in kinds["uninterrupted"]]
         assert ["start", "stop"] == engines[name].events
     spent = found.spending.to_dict()
     assert spent[Part.SAMPLING] >= 0.0
@@ -119,7 +119,7 @@ def test_an_engine_that_breaks_is_told_once_and_the_other_is_measured(
     engines["vllm"] = kind
     found = rollouts()
     assert [8] * 6 == [
-        len(one.response_ids) for one in found.of("sglang", "bfloat16")["uninterrupted"]
+        len(rollout.response_ids) for rollout in found.of("sglang", "bfloat16")["uninterrupted"]
     ]
     with pytest.raises(error, match=words):
         found.of("vllm", "bfloat16")

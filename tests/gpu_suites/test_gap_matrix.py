@@ -91,12 +91,14 @@ class Trainer:
 
 
 def trainer(samples: Sequence[Sample], **options: Any) -> Trainer:
-    known = {}
-    for one in samples:
-        sent = len(one.prompt_ids)
-        for unit in units_of([one]):
-            known[unit.sample, unit.start] = one.logprobs[unit.start - sent : unit.end - sent]
-    return Trainer(known, **options)
+    scores_by_ids = {}
+    for rollout in samples:
+        sent = len(rollout.prompt_ids)
+        for unit in units_of([rollout]):
+            scores_by_ids[unit.sample, unit.start] = rollout.logprobs[
+                unit.start - sent : unit.end - sent
+            ]
+    return Trainer(scores_by_ids, **options)
 
 
 def test_replay_lowers_the_gap_and_controls_raise_it() -> None:
@@ -112,10 +114,10 @@ def test_replay_lowers_the_gap_and_controls_raise_it() -> None:
     assert k3[Routed.R3] < 0.1 * k3[Routed.NATIVE]
     assert all(k3[mode] > 2 * k3[Routed.NATIVE] for mode in CONTROLS)
     assert (True, True, 0.0) == (cell.helps, cell.controls_harm, cell.self_replay)
-    told = cell.to_dict()
-    assert (24 * 20, 24) == (told["n_tokens"], told["n_sequences"])
-    assert 0 == told["reports"]["R3"]["metrics"]["slot_mismatch"]["value"]
-    assert told["seconds"] >= told["seconds_ours"]
+    data = cell.to_dict()
+    assert (24 * 20, 24) == (data["n_tokens"], data["n_sequences"])
+    assert 0 == data["reports"]["R3"]["metrics"]["slot_mismatch"]["value"]
+    assert data["seconds"] >= data["seconds_ours"]
 
 
 def test_replay_that_does_nothing_does_not_help() -> None:
@@ -146,18 +148,18 @@ def test_a_trainer_that_does_not_repeat_itself_is_seen() -> None:
 def test_samples_across_an_update(mode: PauseMode, flavour: str) -> None:
     """Each token is scored under its own version, with the rows of the call that sampled it."""
     samples = sampled(mode, flavour=flavour)
-    assert [20] * 24 == [len(one.response_ids) for one in samples]
-    assert sum(len(one.segments) == 2 for one in samples) > 12
-    for one in samples:
-        assert list("AB"[: len(one.segments)]) == [segment.version for segment in one.segments] or [
-            "B"
-        ] == [s.version for s in one.segments]
-        assert one.versions == sorted(one.versions)
-        since = one.since_resume
-        assert (since[-1] == one.segments[-1].end - one.segments[-1].start - 1) == (
-            len(one.segments) == 2
+    assert [20] * 24 == [len(rollout.response_ids) for rollout in samples]
+    assert sum(len(rollout.segments) == 2 for rollout in samples) > 12
+    for rollout in samples:
+        assert list("AB"[: len(rollout.segments)]) == [
+            segment.version for segment in rollout.segments
+        ] or ["B"] == [s.version for s in rollout.segments]
+        assert rollout.versions == sorted(rollout.versions)
+        since = rollout.since_resume
+        assert (since[-1] == rollout.segments[-1].end - rollout.segments[-1].start - 1) == (
+            len(rollout.segments) == 2
         )
-        for unit in units_of([one]):
+        for unit in units_of([rollout]):
             assert len(unit.routes) == len(unit.ids) - 1
     cell = measure_cell("fake", samples, trainer(samples), modes=(Routed.NATIVE, Routed.R3))
     assert "since_resume" in cell.reports[Routed.R3].buckets
@@ -180,7 +182,9 @@ def test_an_engine_that_returns_no_routes_is_told() -> None:
 
     class Silent(FakeEngineSubject):
         async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
-            return [replace(one, routes=None) for one in await super().generate(query, watch)]
+            return [
+                replace(rollout, routes=None) for rollout in await super().generate(query, watch)
+            ]
 
     async def main() -> None:
         from pathlib import Path

@@ -128,12 +128,14 @@ def test_a_session_that_died_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     """The system lets go of what it held; the file that it leaves is no claim."""
     claimed(monkeypatch, [Card()], None).release()
     (path,) = Path(tempfile.gettempdir()).glob("rollproof-GPU-0abc.lock")
-    held = (
+    lock_program = (
         "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX);"
         " print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", held, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", lock_program, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout is not None
         assert b"held\n" == other.stdout.readline()

@@ -43,7 +43,7 @@ class NoRoutes(FakeEngineSubject):
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         outputs = await super().generate(query, watch)
-        return [replace(one, routes=None) if len(one.token_ids) > 4 else one for one in outputs]
+        return [replace(item, routes=None) if len(item.token_ids) > 4 else item for item in outputs]
 
 
 def target(kind: type[FakeEngineSubject]) -> Any:
@@ -85,8 +85,8 @@ def test_a_known_fault_that_is_gone_is_told() -> None:
 
 def test_another_fault_where_one_is_known_is_told() -> None:
     """A check that fails beside the known ones is no known failure."""
-    known = {"streams": KnownFailure(checks=("engine.stream",), reason="a reason")}
-    (line,) = judge_engine(target(NoRoutes), known).surprises(known)
+    failures = {"streams": KnownFailure(checks=("engine.stream",), reason="a reason")}
+    (line,) = judge_engine(target(NoRoutes), failures).surprises(failures)
     assert line.startswith("streams: engine.opt-in, engine.parts")
     assert "failed, in addition to the known failures (engine.stream)" in line
 
@@ -115,8 +115,8 @@ def test_load_is_judged_on_a_fake_and_sees_what_is_lost() -> None:
 def test_releases_and_their_surroundings(monkeypatch: Any) -> None:
     """A release's conventions follow from its version; a variable that the user has set stays."""
     assert ["vllm-0.26", "vllm", "sglang-0.5.17", "sglang"] == [
-        flavour_of(*one)
-        for one in (
+        flavour_of(*item)
+        for item in (
             ("vllm", "0.26.0"),
             ("vllm", "0.32.0"),
             ("sglang", "0.5.17"),
@@ -124,8 +124,8 @@ def test_releases_and_their_surroundings(monkeypatch: Any) -> None:
         )
     ]
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
-    told = surroundings("vllm", "float32")
-    assert "VLLM_NO_USAGE_STATS" not in told
-    assert "ieee" == told["TRITON_F32_DEFAULT"]
+    variables = surroundings("vllm", "float32")
+    assert "VLLM_NO_USAGE_STATS" not in variables
+    assert "ieee" == variables["TRITON_F32_DEFAULT"]
     assert "TRITON_F32_DEFAULT" not in surroundings("vllm", "bfloat16")
     assert "bfloat16" == VARIANTS["eager"].dtype_of("sglang")

@@ -26,19 +26,19 @@ def _one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", GAP_TRAINERS)
 def test_its_cells_are_there(name: str, pytester: pytest.Pytester) -> None:
     """One for each engine in bfloat16, and of no other trainer."""
-    told = pytester.runpytest_inprocess(
+    output = pytester.runpytest_inprocess(
         str(GAP), "--co", "-q", f"--rollproof-trainer={name}"
     ).stdout.str()
-    cells = re.findall(r"test_replay_lowers\w+\[(.+)\]", told)
+    cells = re.findall(r"test_replay_lowers\w+\[(.+)\]", output)
     assert {f"{engine}-bfloat16-{name}" for engine in ("vllm", "sglang")} <= set(cells)
     assert all(cell.endswith(f"-{name}") for cell in cells)
 
 
 def test_without_it_those_are_left_out_that_only_a_full_run_has(pytester: pytest.Pytester) -> None:
     """FSDP2 and Ulysses by themselves take too long for a default run."""
-    told = pytester.runpytest_inprocess(str(GAP), "--co", "-q").stdout.str()
-    assert "vllm-bfloat16-megatron-tp2" in told
-    assert not any(f"-{name}]" in told for name in GAP_RANKED)
+    output = pytester.runpytest_inprocess(str(GAP), "--co", "-q").stdout.str()
+    assert "vllm-bfloat16-megatron-tp2" in output
+    assert not any(f"-{name}]" in output for name in GAP_RANKED)
 
 
 def test_one_that_needs_more_cards_is_no_green_run(pytester: pytest.Pytester) -> None:
@@ -49,7 +49,7 @@ def test_one_that_needs_more_cards_is_no_green_run(pytester: pytest.Pytester) ->
         " test_cell(trainer):\n    raise AssertionError('was run')\n"
     )
     options = ("-p", "rollproof.gpu_suites.conftest", "-rA", "--rollproof-trainer=megatron-tp4")
-    told = pytester.runpytest_inprocess(*options, "--rollproof-require-gpu")
-    told.assert_outcomes(passed=1, errors=1)
-    assert "needs 4 free GPUs, and 1 of 1 are; a GPU was required" in told.stdout.str()
+    output = pytester.runpytest_inprocess(*options, "--rollproof-require-gpu")
+    output.assert_outcomes(passed=1, errors=1)
+    assert "needs 4 free GPUs, and 1 of 1 are; a GPU was required" in output.stdout.str()
     pytester.runpytest_inprocess(*options).assert_outcomes(passed=1, skipped=1)

@@ -57,7 +57,7 @@ def units(layers: int, top_k: int) -> list[Unit]:
     out = []
     for number in range(9):
         length = int(draw.integers(12, 30))
-        ids = tuple(int(one) for one in draw.integers(3, 200, length))
+        ids = tuple(int(single) for single in draw.integers(3, 200, length))
         routes = np.zeros((length - 1, layers, top_k), dtype=np.int64)
         out.append(
             Unit(
@@ -83,15 +83,15 @@ def test_it_scores_as_one_process_does(
     sharded = RankedScorer(division, checkpoints, "float32", ranks, SIZE, device="cpu", batch=2)
     mine = units(2, 2)
 
-    one, many = alone.score(mine, None), sharded.score(mine, None)
-    assert [len(unit.ids) - 1 for unit in mine] == [len(rows) for rows in many.routes]
-    for left, right in zip(one.routes, many.routes, strict=True):
+    single, several = alone.score(mine, None), sharded.score(mine, None)
+    assert [len(unit.ids) - 1 for unit in mine] == [len(rows) for rows in several.routes]
+    for left, right in zip(single.routes, several.routes, strict=True):
         assert np.array_equal(left, right)
-    for left, right in zip(one.logprobs, many.logprobs, strict=True):
+    for left, right in zip(single.logprobs, several.logprobs, strict=True):
         assert pytest.approx(left, abs=1e-4) == right  # of up to 30
 
-    again = sharded.repeated(mine, many)
-    assert all(np.array_equal(a, b) for a, b in zip(many.logprobs, again.logprobs, strict=True))
+    again = sharded.repeated(mine, several)
+    assert all(np.array_equal(a, b) for a, b in zip(several.logprobs, again.logprobs, strict=True))
 
 
 def test_given_routes_are_executed(
@@ -106,8 +106,8 @@ def test_given_routes_are_executed(
     native = sharded.score(mine, None)
     shifted = [np.roll(rows, 1, axis=0) for rows in native.routes]
 
-    one, many = alone.score(mine, shifted), sharded.score(mine, shifted, other=True)
-    for left, right, other in zip(one.logprobs, many.logprobs, native.logprobs, strict=True):
+    single, several = alone.score(mine, shifted), sharded.score(mine, shifted, other=True)
+    for left, right, other in zip(single.logprobs, several.logprobs, native.logprobs, strict=True):
         assert pytest.approx(left, abs=1e-4) == right  # of up to 30
         assert np.abs(right - other).max() > 1e-3
 
@@ -119,4 +119,4 @@ def test_a_rank_that_fails_is_told(
     missing = {name: path.with_name("nowhere") for name, path in checkpoints.items()}
     sharded = RankedScorer(division, missing, "float32", ranks, SIZE, device="cpu")
     with pytest.raises(RankError, match="transformers cannot load"):
-        sharded.score([replace(one) for one in units(2, 2)], None)
+        sharded.score([replace(single) for single in units(2, 2)], None)

@@ -79,12 +79,12 @@ def test_a_session_that_is_killed_leaves_what_it_found(tmp_path: Path) -> None:
 def test_shards_are_merged_and_the_later_result_counts(run: RunReport, tmp_path: Path) -> None:
     """Runs of one kind of machine become one; GPUs add up."""
     other = {**run.to_dict(), "machine": machine(index=1), "notes": ["of the other"]}
-    whole = merged([run.to_dict(), other])
+    merged_run = merged([run.to_dict(), other])
     assert ([0, 1], 1, 1, ["a note <b>", "of the other"]) == (
-        [gpu["index"] for gpu in whole["machine"]["gpus"]],
-        len(whole["suites"]),
-        len(whole["gap"]),
-        whole["notes"],
+        [gpu["index"] for gpu in merged_run["machine"]["gpus"]],
+        len(merged_run["suites"]),
+        len(merged_run["gap"]),
+        merged_run["notes"],
     )
     run.write(tmp_path, "one")
     assert 0 == main(

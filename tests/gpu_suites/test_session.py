@@ -65,14 +65,14 @@ def test_a_default_run_leaves_out_what_only_a_full_one_has(run: Runner) -> None:
 
 def test_a_full_run_fails_what_is_required_and_missing(run: Runner) -> None:
     """An engine that is not there skips its test, and fails it where a GPU is required."""
-    outcomes, told = run((Card(), Card()), "--rollproof-full")
+    outcomes, output = run((Card(), Card()), "--rollproof-full")
     assert {"passed": 3, "skipped": 1} == outcomes
-    outcomes, told = run((Card(), Card()), "--rollproof-full", "--rollproof-require-gpu")
+    outcomes, output = run((Card(), Card()), "--rollproof-full", "--rollproof-require-gpu")
     assert (3, 1) == (
         outcomes["passed"],
         outcomes["failed"] if "failed" in outcomes else outcomes["errors"],
     )
-    assert "needs vllm>=99" in told
+    assert "needs vllm>=99" in output
 
 
 def test_what_is_named_is_run(run: Runner) -> None:
@@ -85,12 +85,12 @@ def test_what_needs_more_cards_than_there_are_is_left_out_even_where_gpus_are_re
     run: Runner,
 ) -> None:
     """One card is a whole runner; one that says it has two, and has one, is not."""
-    outcomes, told = run((Card(),), "--rollproof-require-gpu")
+    outcomes, output = run((Card(),), "--rollproof-require-gpu")
     assert {"passed": 1, "skipped": 1, "deselected": 2} == outcomes
-    assert "needs 2 GPUs, and this run counts on 1" in told
-    outcomes, told = run((Card(),), "--rollproof-require-gpu", "--rollproof-gpus=2")
+    assert "needs 2 GPUs, and this run counts on 1" in output
+    outcomes, output = run((Card(),), "--rollproof-require-gpu", "--rollproof-gpus=2")
     assert outcomes.get("errors", 0) + outcomes.get("failed", 0) == 1
-    assert "needs 2 free GPUs, and 1 of 1 are; a GPU was required" in told
+    assert "needs 2 free GPUs, and 1 of 1 are; a GPU was required" in output
     outcomes, _ = run((Card(), Card()), "--rollproof-gpus=1")
     assert {"passed": 1, "skipped": 1, "deselected": 2} == outcomes
 
@@ -98,9 +98,9 @@ def test_what_needs_more_cards_than_there_are_is_left_out_even_where_gpus_are_re
 def test_a_busy_card_is_left_alone(run: Runner) -> None:
     """Skipped with the process that is on it; failed where a GPU is required."""
     busy = Card(pids=[STRANGER], free=39 * GIB)
-    outcomes, told = run((busy,))
+    outcomes, output = run((busy,))
     assert {"skipped": 2, "deselected": 2} == outcomes
-    assert "GPU 0 is busy (process 1, 41.0 GiB in use)" in told
+    assert "GPU 0 is busy (process 1, 41.0 GiB in use)" in output
     outcomes, _ = run((busy,), "--rollproof-require-gpu")
     assert outcomes.get("errors", 0) + outcomes.get("failed", 0) == 1
 
@@ -108,9 +108,9 @@ def test_a_busy_card_is_left_alone(run: Runner) -> None:
 @pytest.mark.parametrize("value", ["0", "two", "-1"])
 def test_a_number_of_gpus_that_is_none(pytester: pytest.Pytester, value: str) -> None:
     """Misuse is told before anything runs."""
-    told = pytester.runpytest_inprocess(f"--rollproof-gpus={value}")
-    assert pytest.ExitCode.USAGE_ERROR == told.ret
-    told.stderr.fnmatch_lines(
+    output = pytester.runpytest_inprocess(f"--rollproof-gpus={value}")
+    assert pytest.ExitCode.USAGE_ERROR == output.ret
+    output.stderr.fnmatch_lines(
         [f"ERROR: --rollproof-gpus='{value}' is not a number of GPUs, such as 1 or 4."]
     )
 
@@ -119,13 +119,13 @@ def test_a_required_run_of_nothing_is_not_green(run: Runner) -> None:
     """Where a GPU is required and every test that was asked for needs more cards, the session fails
     and says so.
     """
-    outcomes, told = run((Card(),), "--rollproof-require-gpu", "-k", "two")
+    outcomes, output = run((Card(),), "--rollproof-require-gpu", "-k", "two")
     assert {"skipped": 1, "deselected": 3} == outcomes
-    assert "nothing was run, and a GPU was required" in told
-    assert told.endswith("exit 1")
-    _, told = run((Card(),), "-k", "two")
-    assert "nothing was run" not in told
-    assert told.endswith("exit 0")
+    assert "nothing was run, and a GPU was required" in output
+    assert output.endswith("exit 1")
+    _, output = run((Card(),), "-k", "two")
+    assert "nothing was run" not in output
+    assert output.endswith("exit 0")
 
 
 def test_a_busy_card_is_hidden_from_what_needs_one(run: Runner) -> None:
@@ -133,15 +133,15 @@ def test_a_busy_card_is_hidden_from_what_needs_one(run: Runner) -> None:
     cannot.
     """
     busy = Card(pids=[STRANGER], free=39 * GIB)
-    outcomes, told = run((busy, Card()), "--rollproof-require-gpu")
+    outcomes, output = run((busy, Card()), "--rollproof-require-gpu")
     assert (1, 1) == (outcomes["passed"], outcomes.get("failed", 0) + outcomes.get("errors", 0))
     assert (
         "needs 2 free GPUs, and 1 of 1 are; GPU 0 is busy (process 1, 41.0 GiB in use); a GPU was"
-        " required" in told
+        " required" in output
     )
     assert (
         "GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: GPU 0 is busy (process 1, 41.0 GiB in use)"
-        in told
+        in output
     )
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
@@ -151,12 +151,12 @@ def test_a_card_that_is_taken_meanwhile_is_not_used(run: Runner) -> None:
     that card for what needs one.
     """
     late = Card(pids=_Arriving(begins=2))
-    outcomes, told = run((late, Card()), "--rollproof-require-gpu")
-    assert "GPUs: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in told
+    outcomes, output = run((late, Card()), "--rollproof-require-gpu")
+    assert "GPUs: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in output
     assert 2 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
     assert (
         "GPU 0 is busy (process 1, 1.0 GiB in use), and was free when this session began; a GPU was"
-        " required" in told
+        " required" in output
     )
 
 
@@ -168,14 +168,15 @@ def test_a_card_that_another_session_claimed_is_not_used(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     other = Claim.make()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    outcomes, told = run((Card(), Card()))
+    outcomes, output = run((Card(), Card()))
     assert {"passed": 1, "skipped": 1, "deselected": 2} == outcomes
     told_of = f"GPU 0 is claimed by another session of these suites (process {os.getpid()})"
-    assert f"GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: {told_of}" in told
-    outcomes, told = run((Card(),), "--rollproof-require-gpu")
+    assert f"GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: {told_of}" in output
+    outcomes, output = run((Card(),), "--rollproof-require-gpu")
     assert 1 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
     assert (
-        f"{told_of}: give each session its own by CUDA_VISIBLE_DEVICES; a GPU was required" in told
+        f"{told_of}: give each session its own by CUDA_VISIBLE_DEVICES; a GPU was required"
+        in output
     )
     other.release()
     outcomes, _ = run((Card(), Card()), "--rollproof-require-gpu")
@@ -203,9 +204,9 @@ def test_a_session_of_several_processes_is_refused(pytester: pytest.Pytester) ->
     """Each would find the GPUs taken by the others, and reports would overwrite each other."""
     pytest.importorskip("xdist", reason="-n is pytest-xdist's")
     pytester.makepyfile("def test_one():\n    raise AssertionError('was run')\n")
-    told = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", "-n2")
-    assert pytest.ExitCode.USAGE_ERROR == told.ret
-    told.stderr.fnmatch_lines(["ERROR: The GPU suites run in one process*leave -n out*"])
+    output = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", "-n2")
+    assert pytest.ExitCode.USAGE_ERROR == output.ret
+    output.stderr.fnmatch_lines(["ERROR: The GPU suites run in one process*leave -n out*"])
 
 
 @pytest.mark.parametrize("cards", [(), (Card(),)], ids=["no card", "one card"])
@@ -229,6 +230,6 @@ def test_a_report_that_cannot_be_written_is_told_at_once(
 ) -> None:
     """Before anything is run, in one line."""
     (pytester.path / "out").write_text("a file")
-    outcomes, told = run((Card(),), "--rollproof-gpu-report=out")
+    outcomes, output = run((Card(),), "--rollproof-gpu-report=out")
     assert {} == outcomes
-    assert told.endswith("exit 4")
+    assert output.endswith("exit 4")

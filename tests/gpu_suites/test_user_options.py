@@ -49,8 +49,8 @@ def test_it_is_told_at_once(
         Path(pytester.path, name).mkdir()
     Path(pytester.path, "dense", "config.json").write_text(json.dumps(DENSE))
 
-    told = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", option)
+    output = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", option)
 
-    assert pytest.ExitCode.USAGE_ERROR == told.ret
-    assert words in str(told.stderr)
-    assert "was run" not in str(told.stdout)
+    assert pytest.ExitCode.USAGE_ERROR == output.ret
+    assert words in str(output.stderr)
+    assert "was run" not in str(output.stdout)

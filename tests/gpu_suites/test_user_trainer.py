@@ -26,7 +26,7 @@ class Own:
     """
 
     known: ClassVar[dict[tuple[int, ...], tuple[Any, Any]]] = {}
-    tells_routes: ClassVar[bool] = True
+    returns_routes: ClassVar[bool] = True
 
     def __init__(self, checkpoints: Mapping[str, Path]) -> None:
         assert {"A", "B"} == set(checkpoints)
@@ -43,7 +43,7 @@ class Own:
             used = rollout.routes[len(rollout.prompt_ids) - 1 :]
         wrong = (np.sort(used) != np.sort(routes)).any(axis=(1, 2))
         own = logprobs - 0.3 * wrong - 0.01 * np.arange(len(wrong)) % 3
-        return Scored(logprobs=own, routes=used) if self.tells_routes else own
+        return Scored(logprobs=own, routes=used) if self.returns_routes else own
 
 
 class Short(Own):
@@ -83,7 +83,7 @@ def test_it_is_measured_as_the_others_are(
     """Replay lowers the gap and wrong routes raise it; what its routers did is compared where it
     tells; nothing of it is replayed.
     """
-    monkeypatch.setattr(Own, "tells_routes", tells)
+    monkeypatch.setattr(Own, "returns_routes", tells)
     cell = measure_cell("fake", samples, UserScorer(SPEC, CHECKPOINTS, "bfloat16"))
     assert {Routed.NATIVE, Routed.R3, *CONTROLS} == set(cell.reports)
     assert (True, True, None, SPEC) == (

@@ -1,7 +1,7 @@
 """How often single sequences are told to stand apart: of healthy sets (never, it should be), and
 where a few in a hundred have a fault.
 
-python benchmarks/gap_strays.py [--sets 200] [--profile moe-bf16 ...] [--real FAMILY]
+python benchmarks/gap_outliers.py [--sets 200] [--profile moe-bf16 ...] [--real FAMILY]
 
 Healthy sets of the closed form: 64 sequences of 500 tokens, 256 of 200, 16 of 4,000, 64 of 500
 whose noise is spread twice as far. Faults are of the mechanistic fake, with full distributions:
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gap_coverage import pool
 
-from rollproof.gap.diagnosis.outliers import find_mistagged, find_tilted, find_mismatched
+from rollproof.gap.diagnosis.outliers import find_mismatched, find_mistagged, find_tilted
 from rollproof.gap.diagnosis.rules_columns import diff_and_usual
 from rollproof.gap.token_pairs import TokenPairs
 from tests.support.gap_faults import GapWorld, gap_columns
@@ -75,9 +75,14 @@ def laid_out(arrays: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("@")
     }
     rest = {name: array.ravel() for name, array in arrays.items() if not name.startswith("@")}
-    return {"sequence_id": np.repeat(np.arange(shape[0]), shape[1]), "mask": np.ones(shape[0] * shape[1], bool)} | rest | (
-        {"by_version": scores} if scores else {}
-    )  # fmt: skip
+    return (
+        {
+            "sequence_id": np.repeat(np.arange(shape[0]), shape[1]),
+            "mask": np.ones(shape[0] * shape[1], bool),
+        }
+        | rest
+        | ({"by_version": scores} if scores else {})
+    )
 
 
 def stock(fault: str, profile: str, worlds: int) -> dict[str, Any]:
