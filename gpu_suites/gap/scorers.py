@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -121,8 +121,8 @@ class UserScorer:
                     f" version {version}."
                 )
             for number, result in zip(mine, results, strict=True):
-                unit, scored = units[number], result
-                if not isinstance(scored, TrainerScores):
+                unit, scored = units[number], cast("Any", result)
+                if not isinstance(scored, TrainerScores):  # logprobs alone are accepted too
                     scored = TrainerScores(logprobs=scored)
                 logprobs[number] = np.asarray(scored.logprobs, dtype=np.float64)
                 if logprobs[number].shape != (unit.end - unit.start,):

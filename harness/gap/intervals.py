@@ -235,7 +235,8 @@ class Resampler:
         with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
             # degenerate draws have an interval of NaN, which is how unknown ends are written
             warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-            ends = stats.bootstrap(
+            bootstrap: Any = stats.bootstrap  # scipy-stubs know no draws that were made elsewhere
+            ends = bootstrap(
                 (units.T,),
                 of_units,
                 method="BCa",

@@ -164,10 +164,10 @@ def _columns_to_read(
 ) -> list[str]:
     """Return the file's own names of the columns that are read."""
     lacking = []
-    for ours in {**dict.fromkeys(required), **renamed}:
-        theirs = renamed.get(ours, ours)
+    for name in {**dict.fromkeys(required), **renamed}:
+        theirs = renamed.get(name, name)
         if theirs not in names:
-            lacking.append(ours if ours == theirs else f"{ours} (given as {theirs!r})")
+            lacking.append(name if name == theirs else f"{name} (given as {theirs!r})")
     if lacking:
         # the name is probably one of another project, or misspelt
         near = {

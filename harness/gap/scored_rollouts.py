@@ -193,8 +193,9 @@ def score_rollouts(
         raise UsageError(f"provenance={provenance!r} is not one of: {', '.join(_PROVENANCES)}.")
     samples = _samples_with_tokens(rollouts)
     if provenance is None:
-        from_trace = isinstance(rollouts, Path | str)
-        provenance = _trace_provenance(Path(rollouts)) if from_trace else "as-sampled"
+        provenance = "as-sampled"
+        if isinstance(rollouts, Path | str):
+            provenance = _trace_provenance(Path(rollouts))
     if replay:
         _require_routes(samples)
     sampled_at = getattr(trainer, "sampled_at", None)
@@ -526,7 +527,7 @@ def _run_trainer(
 
 def _call_trainer(
     trainer: Any, rollouts: Sequence[Rollout], version: Version, replay: bool
-) -> Sequence[Any]:
+) -> Sequence[Any] | npt.NDArray[Any]:
     try:
         batch = trainer.score(rollouts, version=version, replay=replay)
     except RollproofError:
