@@ -161,7 +161,7 @@ def serve(
     header = EngineBackend.header(options)
     # before the trace file is created: a port in use leaves nothing behind
     sockets = [bound_socket(port)]
-    with nullcontext() if trace is None else TraceWriter(trace, header) as writer:
+    with nullcontext() if trace is None else TraceWriter(trace, header, trusted=True) as writer:
         if workers > 1:
             sockets += [bound_socket() for _ in range(workers)]
         for number, bound in enumerate(sockets):

@@ -37,6 +37,8 @@ class TraceWriter:
         mode: ``"x"`` (a new file), ``"w"`` (overwrite) or ``"a"`` (append, or a new file).
         batch_bytes: Size at which a batch is flushed. What was flushed survives the process.
         batch_events: Number of events at which a batch is flushed.
+        trusted: Whether rollproof itself makes the events. They are then not checked again, which
+            takes twice as long as writing them.
 
     Raises:
         UsageError: The path or the mode is wrong.
@@ -51,11 +53,12 @@ class TraceWriter:
         mode: Literal["x", "w", "a"] = "x",
         batch_bytes: int = BATCH_BYTES,
         batch_events: int = BATCH_EVENTS,
+        trusted: bool = False,
     ) -> None:
         self.path: Path = Path(path)
         self._batch_bytes = batch_bytes
         self._batch_events = batch_events
-        self._rows = Rows()
+        self._rows = Rows(trusted=trusted)
         self._file = open_file(self.path, mode)
         try:
             state = self._prepare()

@@ -70,7 +70,8 @@ class Rows:
     not reach the trace.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trusted: bool = False) -> None:
+        self._trusted = trusted
         self._rows: list[dict[str, Any]] = []
         self.size: int = 0
         """About the bytes of all rows."""
@@ -86,7 +87,7 @@ class Rows:
 
     def add_event(self, episode: int, event: Event) -> None:
         """Add an event. Raises ``TraceError``, and adds nothing, if it cannot be stored."""
-        fields = encode_event(event)
+        fields = encode_event(event, trusted=self._trusted)
         kind = fields.pop("kind")
         index, time = fields.pop("index", -1), fields.pop("time", 0.0)
         # index and time have columns, which no mark like {"$float": "nan"} fits into
