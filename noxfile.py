@@ -237,10 +237,14 @@ def engines(session: nox.Session, engine: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, and the workflows."""
+    """Check style, formatting, layers and circles of imports, and the workflows."""
+    # The layers are those of the installed package: in a checkout its folders lie apart.
+    install(session)
     session.install(*GROUPS["lint"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "pyproject.toml", "--no-cache")
+    session.run("python", "-m", "tools.import_circles")
     # Offline: the online checks ask GitHub about the actions, which a lint run must not depend on.
     workflows = map(str, sorted((ROOT / "docs" / "ci").glob("*.yml")))
     session.run("zizmor", "-q", "--offline", "--config=.github/zizmor.yml", ".github", *workflows)

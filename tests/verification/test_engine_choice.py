@@ -28,7 +28,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
 def test_verify_judges_an_engine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report is that of any other subject, and the traces are kept beside its counterexamples."""
+    """The report is like any other; the traces are stored with the counterexamples."""
     monkeypatch.chdir(tmp_path)
     assert 0 == run(["verify", "--engine", "fake-vllm", "--only", "engine", "--json", "-"])
     report = json.loads(capsys.readouterr().out)
@@ -106,6 +106,7 @@ def test_an_engine_that_is_not_installed_is_told_at_once(monkeypatch: pytest.Mon
         lambda name, *rest: None if name == "vllm" else found(name, *rest),
     )
     with pytest.raises(
-        EngineStartError, match=r"^vllm is not installed in .*requirements\.txt; from a checkout, `nox -s "
+        EngineStartError,
+        match=r"^vllm is not installed in .*requirements\.txt; from a checkout",
     ):
         engines.run(EngineChoice(engine="vllm-offline"), Options(name="engine"))

@@ -21,9 +21,8 @@ from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.report import Report
 from rollproof.layouts import Alignment, Context, Fill, Layout, Mesh, Order, Rank, Side
-from rollproof.layouts.functions import FUNCTIONS
+from rollproof.layouts.functions import FUNCTIONS, layout_function
 from rollproof.layouts.layout_cases import layout_calls
-from rollproof.layouts.functions import layout_function
 from rollproof.store import dump_trace, load_trace
 from rollproof.verification.layouts import judge_layouts, record_layouts
 from rollproof.verification.traces import judge
@@ -343,7 +342,7 @@ def test_names_that_do_not_exist_are_refused() -> None:
 
 
 def test_a_trace_about_layouts_is_stored_and_judged_again(tmp_path: Path) -> None:
-    """Written as JSON and read back: the same verdicts and findings; other checks do not judge it."""
+    """Written as JSON and read back, it has the same findings; other checks do not judge it."""
     calls = [("context", call) for call in layout_calls("context", PLAIN, draws=2)]
     trace = record_layouts(_Contiguous, calls=calls)
     dump_trace(trace, tmp_path / "layouts.json")

@@ -220,7 +220,7 @@ def test_merging_keeps_failures_and_adds_what_was_exercised() -> None:
 
 @pytest.mark.parametrize("plant", SAMPLE_PLANTS, ids=lambda plant: plant.check_id)
 def test_every_canary_is_red_on_its_own(plant: Any) -> None:
-    """Each fault that can be planted is seen by its check alone, whichever checks a user selects."""
+    """Each planted fault is found by its check alone, whichever checks a user selects."""
     trace = run_case(AsSampled, _case(2))
     canary = try_canary([trace], Registry([default_registry()[plant.check_id]]), SAMPLE_PLANTS)
 
@@ -370,7 +370,7 @@ def test_hangs_that_are_seen_at_once_end_no_campaign() -> None:
 
 
 def test_thinning_keeps_every_case_with_a_later_request() -> None:
-    """Few enough to keep, and what they show of a stack that resumes nothing no other case shows."""
+    """They are few, and no other case shows what they show of a stack that resumes nothing."""
     flavour, contract, model = probe(PartialOffSurfaced, ["vllm"])[0]
     whole, thin = (
         [

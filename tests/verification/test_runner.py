@@ -94,7 +94,9 @@ def test_a_polling_rollout_is_bounded_by_the_virtual_deadline() -> None:
     result = result_of(run_case(Polls, CASE))
 
     assert result.hung
-    assert "the virtual deadline of 500 s passed; it awaits _run_request (runner.py" in str(result.error)
+    assert "the virtual deadline of 500 s passed; it awaits _run_request (runner.py" in str(
+        result.error
+    )
 
 
 def test_a_busy_rollout_is_a_hang() -> None:
@@ -228,7 +230,10 @@ def _returns(native: Any) -> type[AsSampled]:
             r"spans\[0\] must be an object with the fields of Span",
         ),
         (lambda r: replace(r, token_versions=[1]), "token_versions must be a tuple"),
-        (lambda r: replace(r, call_versions=None), "call_versions must be a list or tuple, not None"),
+        (
+            lambda r: replace(r, call_versions=None),
+            "call_versions must be a list or tuple, not None",
+        ),
         (lambda r: replace(r, extra={"reward": object()}), r"extra\.?\[reward\] must be"),
         (lambda r: as_tokens("abc"), ": token_ids must be a sequence of integers"),
         (lambda r: {}[r], "raised KeyError"),

@@ -39,7 +39,7 @@ SERVER_KINDS = [("sglang", SGLANG), ("sglang", replace(SGLANG, incremental=True)
 
 class Client:
     """Streams one request, breaks off its first call after ``leave`` events, and goes on: with the
-    tokens that it has, or ``anew``.
+    tokens that it has, or ``again``.
     """
 
     def __init__(self, server: Served, server_kind: str, *, incremental: bool) -> None:
@@ -125,7 +125,7 @@ def judged(server: Served, options: ServeOptions) -> tuple[Judgement, list[Any]]
     return judge(trace), list(trace.events)
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("server_kind", "options"), SERVER_KINDS)
 def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
     server_kind: str, options: ServeOptions, again: bool
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
     )
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kind", ["reset", "truncate", "wrong-length"])
 @pytest.mark.parametrize(("server_kind", "options"), SERVER_KINDS)
 def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(

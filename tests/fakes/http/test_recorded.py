@@ -54,7 +54,7 @@ def test_requests_are_answered_as_the_real_server_answered_them(kind: str) -> No
 
 
 def test_every_difference_that_is_accepted_is_still_there() -> None:
-    """An entry of ``known_differences.py`` that excuses nothing hides the next fault at its place."""
+    """An entry of ``known_differences.py`` that excuses nothing would hide the next fault there."""
     used = {excuse for kind in KINDS for _, (_, excuse) in found(kind)}
     names = {f"{kind}-{number}" for kind in KINDS for number in range(len(exchanges_of(kind)))}
     assert set() == ENTRIES - used
