@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -278,7 +279,7 @@ def _canary(trace: Trace) -> Canary:
         plant = Plant(
             f"what {event.function} returned, turned by one place",
             _CANARIES[event.function],
-            lambda alone, turned=turned: iter([replaced(alone, 0, turned)]),
+            partial(_instead_of_first, turned),
         )
         # alone: a judgement of the whole trace for every call would take minutes
         canary = try_canary([replace(trace, events=(event,))], registry, (plant,))
@@ -290,6 +291,10 @@ def _canary(trace: Trace) -> Canary:
         red=False,
         reason="no correct call was fit for planting a fault",
     )
+
+
+def _instead_of_first(event: Laid, trace: Trace) -> Iterator[Trace]:
+    yield replaced(trace, 0, event)
 
 
 def _turned(event: Laid) -> Laid | None:

@@ -44,8 +44,8 @@ def test_verify_judges_an_engine(
         (["--engine", "vlm"], "No engine is named 'vlm'; choose among"),
         (["--model", "/x"], "give --engine too"),
         (["--engine", "fake-vllm", "--stack", "verl"], "one run judges one of them"),
-        (["--engine", "fake-vllm", "--flavour", "sglang"], "an engine's own flavour is fixed"),
-        (["--engine", "fake-vllm", "--model", "/x"], "it has no model to load"),
+        (["--engine", "fake-vllm", "--flavour", "sglang"], "an engine has one flavour"),
+        (["--engine", "fake-vllm", "--model", "/x"], "has no model to load"),
         (["--engine", "fake-vllm", "--only", "stitch.prompt"], "judges engines"),
     ],
 )

@@ -199,8 +199,8 @@ def test_a_killed_server_loses_no_more_than_a_second(
     assert 2 == run(["check", str(trace)])
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"not judged: \d+ checks \(stitch \d+, .*\): they are about requests and samples, and"
-        r" nobody told",
+        r"not judged: \d+ checks \(stitch \d+, .*\): they need requests and samples, and none were"
+        r" reported to this recording",
         output,
     )
     assert "none of their situations occurred (" in output
