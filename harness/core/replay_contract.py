@@ -22,7 +22,7 @@ class ReplayMode(StrEnum):
     R2 = "R2"
     """In the trainer's own old-logprob pass."""
     R3 = "R3"
-    """In the rollout engine; the old-logprob pass replays them, too."""
+    """In the rollout engine; the old-logprob pass replays them too."""
 
 
 class FreeRows(StrEnum):
@@ -56,7 +56,7 @@ class Installs(StrEnum):
 
 
 class Defect(StrEnum):
-    """What may be wrong with the routes that a trainer gets."""
+    """A fault in the routes that a trainer gets."""
 
     SHORT = "short"
     """Fewer rows than forwarded tokens."""
@@ -71,7 +71,7 @@ class Defect(StrEnum):
     FLOAT = "float"
     """Floating-point numbers in place of integers."""
     NEGATIVE = "negative"
-    """A negative expert id, where the contract's filler is not ``minus-one``."""
+    """A negative expert id, although the contract's filler is not ``minus-one``."""
     TOO_LARGE = "too-large"
     """An expert id of ``num_experts`` or more."""
     ZERO_ROWS = "zero-rows"
@@ -80,20 +80,20 @@ class Defect(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayTerms:
-    """How a trainer replays; frozen, and complete or refused.
+    """How a trainer replays.
 
-    Raises ``ContractError``, listing every problem at once.
+    Incomplete or invalid terms raise ``ContractError``, which lists every problem.
 
     Attributes:
         vocab: The number of token ids that its model knows.
         recompute: The kinds of activation checkpointing that it offers.
-        records: Whether it can record routes in a pass of its own.
+        records: Whether it can record routes in its own forward pass.
         installs: How often targets are given to routers; ``None``: the adapter does not report it.
-        models: Names of models of other roles in the same process, which must never be replayed
+        models: Roles of other models in the same process, in which nothing may be replayed
             (``critic``, ``reference``, ``teacher``).
-        mtp: Whether the policy has MTP layers with routers; those are reported as of the model
+        mtp: Whether the policy has MTP layers with routers; report their calls with the model
             ``mtp``.
-        unsupported: Kinds of routers that it must refuse, made by ``variant(name)``.
+        unsupported: Kinds of routers that it must refuse; ``variant(name)`` makes each.
         tolerates: Defects of routes that it accepts by design: a row without a valid target is a
             free row.
         trains_gates: ``False`` if gates get no gradient: they are frozen, or ``top_k=1`` with

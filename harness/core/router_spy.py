@@ -47,8 +47,9 @@ class UnsupportedStep(RollproofError, NotImplementedError):
 
 
 class Spy:
-    """Records the router calls and the installs of one step on one rank. Raises
-    ``InjectedFailure`` in the call in which the step plans it.
+    """Records the router calls and the installed targets of one step on one rank.
+
+    If the step plans a failure, ``routed`` raises ``InjectedFailure`` in the planned call.
     """
 
     def __init__(self, step: Step, rank: int = 0) -> None:
@@ -86,12 +87,12 @@ class Spy:
         Args:
             layer: Global index of the router's layer.
             experts: The chosen experts ``(rows, top_k)``; ``ids_of_map`` converts a routing map.
-            tokens: The input token of each row. Tokens are unique over the step; an id of no
-                sample is padding.
+            tokens: The input token of each row. Tokens are unique within the step; an id that
+                belongs to no sample means padding.
             samples: The sample of each row, as in ``Routing``.
             positions: The position of each row in its sample, as in ``Routing``.
             model: The role of the model.
-            microbatch: Its number; the spy's own count if left out.
+            microbatch: The number of the microbatch; default: ``Spy.microbatch``.
 
         Raises:
             SubjectError: The arrays do not fit each other.
@@ -177,8 +178,9 @@ def _is_int32(array: npt.NDArray[Any]) -> bool:
 
 
 def identify(tokens: npt.ArrayLike, samples: Sequence[Rollout]) -> tuple[IntArray, IntArray]:
-    """Return the sample and the position of each row, by its input token ``(rows,)``; -1 and -1 for
-    a token of no sample.
+    """Return the sample and the position of each row by its input token ``(rows,)``.
+
+    Both are -1 for a token that belongs to no sample.
     """
     places = {
         token: (i, position)
@@ -191,10 +193,10 @@ def identify(tokens: npt.ArrayLike, samples: Sequence[Rollout]) -> tuple[IntArra
 
 
 def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
-    """Convert a routing map ``(rows, experts)`` of booleans to expert ids ``(rows, top_k)``,
-    ascending, with -1 in rows that have fewer.
+    """Convert a boolean routing map ``(rows, experts)`` to expert ids ``(rows, top_k)``, ascending.
 
-    A row with more than ``top_k`` experts makes all rows as wide as it is.
+    Rows with fewer experts are filled with -1. If a row has more than ``top_k`` experts, all rows
+    become as wide as the widest.
     """
     chosen = np.asarray(routing_map) != 0
     counts = chosen.sum(axis=1)
@@ -214,8 +216,8 @@ def _signs(size: int) -> FloatArray:
 
 
 def direction(shape: tuple[int, ...]) -> FloatArray:
-    """Return the direction of +1 and -1 along which gate weights of ``shape`` are nudged; it is
-    always the same.
+    """Return the array of +1 and -1 along which gate weights of ``shape`` are nudged. It depends on
+    the shape only.
     """
     return np.array(_signs(int(np.prod(shape, dtype=np.int64)))[0]).reshape(shape)
 

@@ -104,23 +104,26 @@ class EngineSubject(Protocol):
 class ReplaySubject(Protocol):
     """A trainer with routing replay, driven step by step (``rollproof.replay``).
 
-    ``contract`` has ``replay`` terms. Other methods are optional, each for the checks that need it:
+    ``contract`` has ``replay`` terms. The other methods are optional; some checks need them:
 
-    - ``set_weights(number)``: 0 are the first weights; n > 0 those plus noise, seeded by n and so
-      large that routing changes; -1 the first ones with NaN in the first gate.
-    - ``nudge(layer, size)``: add ``size`` times ``spy.direction`` to the gate weight of a layer
+    - ``set_weights(number)``: load weights. 0: the initial weights. n > 0: the initial weights plus
+      noise that is seeded by n, and large enough to change the routing. -1: the initial weights
+      with NaN in the first gate.
+    - ``nudge(layer, size)``: add ``size`` times ``spy.direction`` to the gate weight of a layer,
       until the next ``set_weights``.
-    - ``residue() -> Mapping[str, int]``: what is left of replay, each of which should be 0.
-    - ``variant(name)``: another subject, with a router that must be refused, or ``no-moe-layers``.
-    - ``reference(step) -> Outcome``: the step by a path that shares nothing with the replay code.
-    - ``stop()``.
+    - ``residue() -> Mapping[str, int]``: count the state of replay that is left (targets, queues,
+      hooks). Every count should be 0.
+    - ``variant(name)``: return another subject, with a router that must be refused, or without MoE
+      layers (``no-moe-layers``).
+    - ``reference(step) -> Outcome``: run the step by code that shares nothing with the replay code.
+    - ``stop()``: release everything.
     """
 
     contract: Contract
 
     def run(self, step: Step, spy: Spy) -> Outcome | Awaitable[Outcome]:
-        """Do one step the trainer's own way, from installing targets to its own cleaning up, and
-        report every call of a router and every installed target to the spy. What it raises is
+        """Run one step as the trainer does, from installing targets to its own cleanup, and report
+        every router call and every installed target to the spy. An exception is recorded and
         judged.
         """
         ...
@@ -130,15 +133,15 @@ class ReplaySubject(Protocol):
 class BatchSubject(Protocol):
     """A function from finished samples to a training batch (padding, packing, splitting), and back.
 
-    ``contract`` declares the samples' convention of rows, and what the *batch* holds: its dtype,
-    and the filler of what was not captured.
+    ``contract`` declares the row convention of the samples, and the dtype and the filler of the
+    *batch*.
     """
 
     contract: Contract
 
     def collate(self, samples: list[Rollout]) -> Any:
-        """Pass the samples to the stack's own conversion, in order, and return its result. What it
-        raises counts as a refusal.
+        """Pass the samples to the stack's own conversion, in order, and return its result. An
+        exception counts as a refusal.
         """
 
     def rows(self, batch: Any) -> list[BatchRow]:

@@ -17,10 +17,10 @@ RUNS = Path(__file__).parents[2] / "docs" / "runs"
 _INTRO = """
 Real engines and real trainers on NVIDIA GPUs: `nox -s gpu`, or `python -m pytest gpu_suites`. `nox
 -s gpu --no-venv` installs nothing and needs no network: it takes what the host's Python has.
-Without a GPU everything is skipped with the reason; `--rollproof-require-gpu`, which a GPU runner
-should set, makes whatever could not be run on the host's GPUs a failure, so that no green run is
-empty. What needs more GPUs than the host has is left out; `--rollproof-gpus N` says how many it is
-to have, more than are found being a failure too.
+Without a GPU everything is skipped with the reason. Set `--rollproof-require-gpu` on a GPU runner:
+then a test that cannot run on the host's GPUs fails, so that no green run is empty. Tests that need
+more GPUs than the host has are left out. `--rollproof-gpus N` says how many GPUs the host should
+have; if fewer are found, the session fails.
 
 | file | judges |
 |---|---|
@@ -28,39 +28,42 @@ to have, more than are found being a failure too.
 | `test_trainers.py` | `hf_replay` on one GPU, under FSDP2 and DDP; megatron-core's `RouterReplay` over NCCL ([replay](replay.md)) |
 | `test_gap.py` | the [gap](gap.md) between engines and trainers: native, R2, R3, three wrong replays; across a weight update |
 
-By itself a run takes what one GPU does in less than ten minutes: both engines in their usual
-setting, transformers, megatron-core, and the gap of all four pairs; on several GPUs some of their
-trainers too. `--rollproof-full` runs everything, and what is named on the command line
-(`gpu_suites/test_engines.py::...`) is run in any case. Nothing needs more than four GPUs; of a
-larger host the first free ones are taken. On such a host, everything, with a report: `nox -s gpu --
---rollproof-full --rollproof-require-gpu --rollproof-gpu-report report`. Suites are not run side by
-side (`-n` of pytest-xdist is refused): they would take each other's cards.
+A default run takes less than ten minutes on one GPU: both engines in their usual setting,
+transformers, megatron-core, and the gap of all four pairs. On several GPUs it also runs some of
+their multi-GPU trainers. `--rollproof-full` runs everything. Tests that are named on the command
+line (`gpu_suites/test_engines.py::...`) always run. No test needs more than four GPUs; on a larger
+host the first free ones are used. To run everything with a report: `nox -s gpu --
+--rollproof-full --rollproof-require-gpu --rollproof-gpu-report report`. Tests do not run in
+parallel (`-n` of pytest-xdist is refused), because they would take each other's GPUs.
 
-Engines live in interpreters of their own (their dependencies exclude each other):
-`ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON` name them, and each must be able to import
-rollproof too (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`). `--rollproof-gpu-report DIR`
-keeps `run.json` and `run.html`; `python -m rollproof.gpu_suites.report.merging OUT run.json ...`
-makes one report of several shards, and the page of a `run.json`. [ci](ci/README.md) has workflows
-for GPU and for CPU runners.
+Each engine has its own Python interpreter, because their dependencies conflict. Set
+`ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON` to them, and install rollproof in each
+(`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`). `--rollproof-gpu-report DIR` writes
+`run.json` and `run.html`. `python -m rollproof.gpu_suites.report.merging OUT run.json ...` merges
+the reports of several shards, and makes the HTML page. [ci](ci/README.md) has workflows for GPU and
+CPU runners.
 
-A session says at its start which cards it takes. Cards that other processes use, and those that
-another session of these suites has claimed, are left alone, unless `ROLLPROOF_SHARE_GPUS=1`; what
-needs more than are left says so. The first session claims all that are free: of several at once
-give each its own by `CUDA_VISIBLE_DEVICES`.
+A session prints at its start which GPUs it uses. It leaves alone GPUs that other processes use or
+that another session of these suites has claimed, unless `ROLLPROOF_SHARE_GPUS=1`. A test that needs
+more GPUs than are left says so. A session claims all free GPUs: to run several sessions at once,
+give each its own GPUs with `CUDA_VISIBLE_DEVICES`.
 
-`--rollproof-model DIR` measures the gap on a checkpoint of yours in place of the generated one, and
-`--rollproof-trainer SPEC` with one trainer: `hf`; `fsdp2-2`, `fsdp2-4`, and `ulysses-2`,
-`ulysses-4` (DeepSpeed's `UlyssesSPAttentionHF`, where DeepSpeed is installed); `megatron`,
-`megatron-tp2`, ... on as many GPUs as its sizes say; or your own as `module:factory`. The factory
-is called with the checkpoints' folders by version and returns what [gap.md](gap.md) calls a
-trainer; `rollproof.gap.hf_trainer:HfTrainer` is one.
+`--rollproof-model DIR` measures the gap on your checkpoint instead of the generated one.
+`--rollproof-trainer SPEC` measures it with one trainer: `hf`; `fsdp2-2`, `fsdp2-4`; `ulysses-2`,
+`ulysses-4` (DeepSpeed's `UlyssesSPAttentionHF`, if DeepSpeed is installed); `megatron`,
+`megatron-tp2`, ... on as many GPUs as the sizes require; or your own as `module:factory`. The
+factory is called with a mapping of versions to checkpoint folders, and returns a trainer as
+[gap.md](gap.md) describes it, such as `rollproof.gap.hf_trainer:HfTrainer`.
 
 ## More of engines
 
-256 calls at once that are aborted and resumed while the weights change; a call alone and beside
-others, in the engine's mode of batch invariance and without it; an engine whose processes are
-killed, or stopped, while it starts or samples; engines divided over GPUs, by tensors and by
-experts, whose rows are held against those of one.
+`test_engines.py` also runs:
+
+- 256 concurrent calls that are aborted and resumed while the weights change;
+- the same call alone and in a batch, with the engine's batch-invariant mode and without it;
+- an engine whose processes are killed or stopped while it starts or samples;
+- engines with tensor parallelism and with expert parallelism: their rows are compared with those of
+  one GPU.
 """
 
 
@@ -68,8 +71,8 @@ def gpu_page() -> Iterator[str]:
     """Yield the lines of docs/gpu.md."""
     yield f"# GPU suites\n{_INTRO}"
     yield (
-        "## Needs\n\nA test says what it needs by markers, and is skipped, or fails, with one line"
-        " that says what is missing.\n"
+        "## Needs\n\nMarkers declare what a test needs. If something is missing, the test is skipped"
+        " (or fails) with one line that says what.\n"
     )
     for text in MARKERS.values():
         signature, _, meaning = text.partition(": ")
@@ -87,7 +90,7 @@ def gpu_page() -> Iterator[str]:
         "\nKnown failures, described in [track-record.md](track-record.md) with scripts that show"
         " them outside rollproof. Such an"
     )
-    yield "experiment is judged apart, and must continue to fail:\n"
+    yield "experiment is judged separately, and must continue to fail:\n"
     for flavour, failures in KNOWN.items():
         for name, failure in failures.items():
             yield f"- {flavour}, `{name}`: {', '.join(failure.checks)}. {failure.reason}"
@@ -152,12 +155,12 @@ def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             )
             yield f"| {' | '.join(cells)} |"
     yield (
-        "\nThe limits of [gap.md](gap.md) are those of trained models. A generated one amplifies"
-        " rounding and breaks them in k3 and mean"
+        "\nThe limits of [gap.md](gap.md) are for trained models. A generated model amplifies"
+        " rounding and breaks those of k3 and mean"
     )
     yield (
-        "|d|, with R3 too (k3 0.003 where 0.002 is the limit); asserted are the effect of replay"
-        " and of the controls, and that"
+        "|d|, also with R3 (k3 is 0.003, and the limit 0.002). The suite asserts the effect of"
+        " replay and of the controls, and that"
     )
     yield "self-replay is exact."
 
@@ -168,10 +171,10 @@ def _number(value: float | None) -> str:
 
 def _time(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield (
-        "\n## Time\n\nWhat engines and trainers take is theirs; all else counts as rollproof's own,"
-        " with whatever nobody counted. Goal: a"
+        "\n## Time\n\nTime in engines and trainers is theirs; all other time, also what no timer"
+        " covers, counts as rollproof's own (\"ours\"). Goal: a"
     )
-    yield "default run on one GPU in less than 600 s, of which less than 10 % are ours."
+    yield "default run on one GPU takes less than 600 s, of which less than 10 % are ours."
     for run, data in runs.items():
         if data.get("seconds_ours"):
             share = 100 * data["seconds_ours"] / data["seconds"]
@@ -195,8 +198,8 @@ def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             ]
             yield f"| {run} | {suite['subject']} | {' | '.join(counts)} |"
     yield (
-        "\nUnknown: what the setting did not bring about, and in bfloat16 what only an exact"
-        " forward could tell.\n"
+        "\nA check is unknown if its situation did not occur in the setting, or in bfloat16 if"
+        " only an exact forward could decide it.\n"
     )
     for run, data in runs.items():
         machine = data["machine"]
@@ -220,25 +223,26 @@ def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 _MODES = """
 ## Three things that are not bit for bit, and why
 
-A product in float32 on a GPU: cuBLAS chooses a kernel by the number of rows, so the bits of a row
-depend on how many rows stand beside it (runs below; in bfloat16 they did not). megatron-core's
-`RouterReplay` gives padding a target too. Replayed sample by sample, padding goes to other experts
-than it went to while routes were recorded, and experts get another number of rows: logprobs differ
-by up to 5.3e-5 in float32, by 0 in bfloat16. So self-replay is taken with every row, padding too,
-where it was: it must be 0 in every dtype, and is. (The 4.9e-5 in the table was measured before,
-sample by sample.)
+**A matrix product in float32 on a GPU.** cuBLAS chooses a kernel by the number of rows, so the bits
+of a row depend on how many other rows are in the product (see the runs below; in bfloat16 they did
+not). megatron-core's `RouterReplay` needs a target for padding too. If routes are replayed sample by
+sample, padding goes to other experts than in the recording pass, and the experts get other numbers
+of rows: logprobs differ by up to 5.3e-5 in float32, and by 0 in bfloat16. So self-replay is measured
+with every row, including padding, at its recorded place: it must be 0 in every dtype, and is. (The
+4.9e-5 in the table is from an earlier run, sample by sample.)
 
-A call to vLLM in its mode of batch invariance, alone and beside others: in steps of up to 255
-tokens it is answered alike to the last bit, in steps of 256 and more it was not (runs below): the
-norm named below, known upstream, shown by a program in [track-record.md](track-record.md). The
-suite asks such an engine again in smaller steps, where nothing may differ, and nothing did.
+**A call to vLLM in its batch-invariant mode, alone and in a batch.** In steps of up to 255 tokens
+the results were equal to the last bit; in steps of 256 tokens and more they were not (see the runs
+below). The cause is the norm named below, which is known upstream;
+[track-record.md](track-record.md) has a program that shows it. The suite repeats the calls in
+smaller steps, where nothing may differ, and nothing did.
 
-A step of a trainer with compiled attention, before and after a step of another width.
-`torch.compile(dynamic=True)` takes sizes that are equal at first for one size
-(`torch.fx.experimental._config.use_duck_shape`). A first batch as wide as a head (8) is added to
-tensors of head size, and so 8 becomes the only width of that code; samples of two tokens make other
-code, for any width, which then serves the first batch too, and on a GPU sums it in another order: a
-loss differed by 4.8e-8 (runs below; without those samples, or with that setting off, by 0). The
+**A step of a trainer with compiled attention, before and after a step of another width.**
+`torch.compile(dynamic=True)` treats sizes that are equal in the first call as one size
+(`torch.fx.experimental._config.use_duck_shape`). If the first batch is as wide as a head (8), the
+code is compiled for width 8 only. Samples of two tokens then cause a second compilation for any
+width. That code serves the first batch from then on, and sums it in another order on a GPU: a loss
+differed by 4.8e-8 (see the runs below; by 0 without those samples, or with that setting off). The
 suite's own trainer has the setting off. A trainer of yours that compiles may have to declare a
 tolerance.
 
@@ -247,10 +251,10 @@ tolerance.
 _NOT_RUN = """
 ## Not run
 
-- Grouped GEMM and the fused permute of megatron-core, with ids that a row has twice: in 0.19.2 both
-  are Transformer Engine's alone (`TEGroupedMLP`, `fused_permute`), which the host did not have.
+- Grouped GEMM and the fused permute of megatron-core, with a row that has an id twice: 0.19.2 has
+  both only in Transformer Engine (`TEGroupedMLP`, `fused_permute`), which the host did not have.
 - FlashAttention as SGLang's backend: its library was not on the host (`vllm-flash` above is
   vLLM's).
-- Ulysses under the replay checks: it is held to the gap, and its recordings to those of one
-  process. verl's own Ulysses patches FlashAttention 2, which the host did not have.
+- The replay checks with Ulysses: only its gap is judged, and its recordings are compared with those
+  of one process. verl's own Ulysses patches FlashAttention 2, which the host did not have.
 """

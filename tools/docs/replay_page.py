@@ -37,18 +37,18 @@ __all__ = ["replay_page"]
 RESULTS = Path(__file__).parents[2] / "docs" / "replay_results"
 _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
 _INTRO = """
-Routing replay makes a trainer's routers execute experts that were recorded: in its own old-logprob pass (R2), or in the rollout engine
-(R3). It fails silently: a target that reaches the wrong row, layer, rank or microbatch, or none at all, still gives a finite loss. So
-no check trusts that a target was installed. A spy observes the *output* of every router, what each row should execute is derived from
-the samples' payload alone, and the result of a step must obey one law: loss and gradients are a function of weights, samples, routes
-and action, and of nothing that ran before.
+Routing replay makes a trainer's routers execute recorded experts: experts that were recorded in its own old-logprob pass (R2), or in the
+rollout engine (R3). It fails silently: a target that reaches the wrong row, layer, rank or microbatch, or none at all, still gives a finite
+loss. So no check trusts that a target was installed. A spy observes the *output* of every router, and the expected experts of each row are
+derived from the samples' payload alone. The results of a step must depend on nothing that ran before: loss and gradients are a function of
+weights, samples, routes and action.
 
-`rollproof verify --replay my_module:MyTrainer` judges a trainer. In pytest, `rollproof.ReplayConformance` does so, or the fixture
-`rollproof_replay(MyTrainer)` within a test of your own, and in a program `rollproof.judge_replay(MyTrainer)`. Transformations between
-payload and router rows are judged on their own, without a trainer, by `rollproof.ReplayLayoutConformance`
+`rollproof verify --replay my_module:MyTrainer` judges a trainer. In pytest, use `rollproof.ReplayConformance`, or the fixture
+`rollproof_replay(MyTrainer)` within a test of your own. In a program, use `rollproof.judge_replay(MyTrainer)`.
+`rollproof.ReplayLayoutConformance` judges the functions between payload and router rows separately, without a trainer
 ([entry-points.md](entry-points.md)).
 
-All layers have the same `top_k`: a model whose layers differ in it cannot be declared yet, and is not judged.
+All layers must have the same `top_k`: a model with several values cannot be declared yet.
 
 Two pages show a complete trainer: [one of HF transformers](replay-hf.md), with replay code that you can use, and
 [one on Megatron](replay-megatron.md); both run on a CPU.
@@ -73,9 +73,9 @@ Worked examples: [a trainer of HF transformers](example/hf_trainer.py), [a Megat
 _COVERING = """
 ## Which configurations
 
-Every pair of settings that can be combined is in one of the {rows} rows of a covering array that is part of the package
-(`rollproof.replay.megatron.covered_setups`): rows of the engine, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, dispatcher.
-Two implementations lay each row out and merge it back; {run} rows run on megatron-core with at most {ranks} processes
+The package has a covering array of {rows} rows (`rollproof.replay.megatron.covered_setups`): every pair of settings that can be combined is in at
+least one row. The settings are the engine's rows, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, and the dispatcher.
+For each row, two implementations lay routes out over the ranks and merge them again; {run} rows also run on megatron-core with at most {ranks} processes
 ([replay-megatron.md](replay-megatron.md)). `python -m tools.covering_array` counts:
 
 | settings at once | feasible combinations | in the rows | in the rows that run |

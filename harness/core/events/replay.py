@@ -20,11 +20,11 @@ class Action(StrEnum):
     """What the routers do in a step."""
 
     OFF = "off"
-    """Replay is switched off as a user would do it: in the configuration. No part of it may act."""
+    """Replay is switched off in the configuration, as a user would do it. It must do nothing."""
     NATIVE = "native"
-    """Replay is available and not used in this step: every router chooses by its own scores."""
+    """Replay is switched on but not used in this step: every router chooses by its own scores."""
     RECORD = "record"
-    """Every router chooses by its own scores, and the trainer records it (R2)."""
+    """Every router chooses by its own scores, and the trainer records the choices (R2)."""
     REPLAY = "replay"
     """Every router executes the routes that came with the samples."""
 
@@ -52,32 +52,32 @@ class Phase(StrEnum):
 class Step(Event):
     """The harness requests one step of a trainer.
 
-    Token ids are unique over the step, so that a row's input token says which sample and position
-    it is.
+    Token ids are unique within the step, so that the input token of a row identifies its sample and
+    position.
 
     Attributes:
-        episode: Episodes begin with a fresh subject.
-        name: Unique in its episode.
+        episode: The episode of the step. Every episode begins with a fresh subject.
+        name: The name of the step, unique in its episode.
         action: What the routers do.
         purpose: The kind of pass.
         microbatches: Samples, in the order in which they run. A sample has ``routes`` if ``action``
             is ``replay``, and may have them if it is ``off``.
         recompute: The activation checkpointing.
-        weights: 0: the first weights; others: those plus noise; -1: those with NaN in the first
-            gate.
-        nudge: Factor of ``rollproof.core.router_spy.direction``, which is added to the gate weight
-            of ``nudge_layer``.
+        weights: The number for ``set_weights``. 0: the initial weights; n > 0: those plus noise;
+            -1: those with NaN in the first gate.
+        nudge: The size for ``nudge``: this many times ``rollproof.core.router_spy.direction`` is
+            added to the gate weight of ``nudge_layer``.
         nudge_layer: The layer of ``nudge``.
-        model: The model that runs: the policy, or one of another role while replay is set up for
-            the policy.
-        variant: The variant of the subject that runs (``reference``: its independent path).
+        model: The role of the model that runs: ``policy``, or another one while replay is set up
+            for the policy.
+        variant: The variant of the subject that runs (``reference``: its method ``reference``).
         fail_at: The router call that raises ``InjectedFailure``, counted from 0 by each rank's spy.
-        fail_in: The pass of ``fail_at``.
+        fail_in: The pass that ``fail_at`` counts in.
         same_as: An earlier step of the episode; loss and gradients must be the same.
         differs_from: An earlier step of the episode; loss and gradients must differ.
         defect: The defect of the routes of ``defective``.
         defective: The request id of the sample with the defect.
-        edge: What else is unusual about the step.
+        edge: Another unusual property of the step, in words.
     """
 
     kind: ClassVar[str] = "step"
@@ -153,7 +153,7 @@ class Outcome(Event):
 
     Attributes:
         step: The name of the step.
-        loss: The number of which the gradient was taken.
+        loss: The value whose gradient was taken.
         logprobs: ``(response,)`` by request.
         gradients: Sketches (``rollproof.core.router_spy.sketch``) by the trainer's own names.
         gates: Sketches of the gradients of gate weights, by global layer.
