@@ -172,7 +172,7 @@ def _number(value: float | None) -> str:
 def _time(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield (
         "\n## Time\n\nTime in engines and trainers is theirs; all other time, also what no timer"
-        " covers, counts as rollproof's own (\"ours\"). Goal: a"
+        ' covers, counts as rollproof\'s own ("ours"). Goal: a'
     )
     yield "default run on one GPU takes less than 600 s, of which less than 10 % are ours."
     for run, data in runs.items():
