@@ -161,6 +161,8 @@ class Layout:
 
     def routers(self, pp: int = 0, chunk: int = 0) -> tuple[int, ...]:
         """Return the MoE layers of one chunk, in the order in which its routers are built."""
+        # dense layers have no router: counting them shifts every layer after one (verl#5037,
+        # slime#819)
         return tuple(layer for layer in self.chunks()[pp][chunk] if layer in self.moe)
 
     def stage_of(self, layer: int) -> tuple[int, int, int]:
@@ -247,6 +249,7 @@ class Layout:
         """
         rank = rank or Rank()
         tokens = [len(payload) for payload in payloads] if lengths is None else list(lengths)
+        # a longer layer axis would be read without an error, as columns of other layers
         for i, payload in enumerate(payloads):
             if payload.ndim != 3 or payload.shape[1] != self.columns:
                 raise LayoutError(

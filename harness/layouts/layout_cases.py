@@ -132,6 +132,7 @@ def _complete(layout: Layout, random: np.random.Generator | None) -> Iterator[Ca
             yield _call(
                 sized, lengths=(length,), held=(length + 1,), defect="more rows than tokens"
             )
+            # three less: with one less it would be the payload of another convention
             if layout.held is not Rows.CAPTURED_PREFIX:
                 yield _call(
                     sized, lengths=(length,), held=(length - 3,), defect="fewer rows than tokens"
@@ -239,6 +240,8 @@ def _schedule(layout: Layout, random: np.random.Generator | None) -> Iterator[Ca
 
 def _serve(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     for call in _schedule(layout, random):
+        # without recompute nothing takes the targets that Megatron and verl queue for the backward
+        # pass, so the step must empty the queues
         for pp, recompute in product(range(call.layout.mesh.pp), (False, True)):
             yield replace(call, rank=Rank(pp=pp), recompute=recompute)
 
@@ -253,6 +256,7 @@ def _reorder(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
 def _all_axes(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     """Yield calls with rows and stages divided at once, by sizes that differ from each other."""
     if random is None:
+        # with equal sizes an axis could be taken for another unnoticed (miles#496)
         meshes = (
             {"tp": 2, "cp": 3},
             {"tp": 3, "cp": 2, "pp": 4},
@@ -319,6 +323,8 @@ def _parts(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]
 
 
 def _keep(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
+    # a filter or a permutation that reaches one list of fields and not the other detaches routes
+    # (SkyRL#1908, verl#6089)
     for call in _parts(layout, random):
         count = len(call.lengths)
         chosen = (
@@ -332,6 +338,7 @@ def _keep(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
 
 def _compact(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     if random is None:
+        # uint8 holds the ids of 256 experts (verl#5240, verl#7407, prime-rl#3051)
         for experts in (8, 255, 256, 257, 384, 512):
             if experts >= layout.top_k:
                 yield _call(
@@ -358,6 +365,7 @@ def _join(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
         else [tuple(np.cumsum(random.integers(1, 6, random.integers(2, 5))).tolist())]
     )
     for stops in ends:
+        # as vLLM and SGLang answer a resume; concatenated, rows are there twice (verl#6029)
         segments = tuple((0, stop, number + 1) for number, stop in enumerate(stops))
         yield _call(sized, segments=segments, case="every call returns all rows")
 

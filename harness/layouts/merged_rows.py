@@ -81,6 +81,7 @@ def joined_segments(
     rows: dict[int, tuple[Any, Version]] = {}
     for segment in segments:
         for i, row in enumerate(segment.routes):
+            # the first call has the row of the weights that sampled the token (verl#6046)
             if latest or segment.start + i not in rows:
                 rows[segment.start + i] = (row, segment.version)
     if sorted(rows) != list(range(len(rows))):

@@ -110,6 +110,8 @@ def fill_rows(rows: int, columns: int, top_k: int, fill: Fill, experts: int) -> 
     elif fill is Fill.ARANGE:
         values = np.broadcast_to(np.arange(top_k, dtype=np.int64), shape)
     else:
+        # ids that repeat collapse in a routing map, and split sizes no longer add up (verl#4986,
+        # slime#822, miles#1002)
         values = np.full(shape, -1 if fill is Fill.SENTINEL else 0, dtype=np.int64)
     return values.astype(np.int16 if experts <= 1 << 15 else np.int32)
 

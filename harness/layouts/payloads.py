@@ -59,7 +59,9 @@ class Coding:
     def encode(self, cells: npt.NDArray[np.int64]) -> IntArray:
         """Write numbers ``(...)`` as cells ``(..., width)``."""
         if not self.experts:
+            # from 1 on: zero is a usual filler
             return cells[..., None] + 1
+        # first ids from 1 on: rows of zeros, and of experts 0 to k - 1, are usual fillers
         first, second = np.divmod(cells + self.experts - 1, self.experts - 1)
         second = second + (second >= first)
         rest = np.arange(self.top_k)  # among top_k ids, at least top_k - 2 are neither of the two

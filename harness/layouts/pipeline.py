@@ -63,6 +63,7 @@ def moe_layers(
 @lru_cache(maxsize=1024)
 def columns_of(moe: tuple[int, ...], axis: LayerAxis) -> Mapping[int, int]:
     """Return the payload column of each MoE layer: its number, or its index among MoE layers."""
+    # engines return all layers (SGLang, vLLM) or MoE layers only (TensorRT-LLM)
     return {layer: layer if axis is LayerAxis.ALL else ordinal for ordinal, layer in enumerate(moe)}
 
 

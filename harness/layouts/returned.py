@@ -119,6 +119,7 @@ def _array(value: Any, name: str, *, min_axes: int) -> IntArray:
         raise Misfit(f"{_kind(array)} for {name}: expected whole numbers")
     if array.ndim < min_axes:
         raise Misfit(f"{_kind(array)} for {name}: expected at least {min_axes} axes")
+    # masks may be boolean or 0 and 1: both are the same answer
     return array.astype(np.int64) if array.dtype.kind == "b" else array
 
 

@@ -62,6 +62,7 @@ def small_rows(layout: Layout) -> Iterator[Layout]:
             layout,
             2,
             {
+                # no size of the other axes, so that padding by the wrong one shows (miles#496)
                 "dp": 5,
                 "tp": tp,
                 "cp": cp,
@@ -115,6 +116,7 @@ def draw_stages(layout: Layout, random: np.random.Generator) -> Layout:
     else:
         stages, layers = Stages(), share * pp
     pattern = (random.random(layers) < random.choice([0.5, 0.8, 1.0])).astype(int).tolist()
+    # a model without any router would judge nothing
     pattern[int(random.integers(layers))] = 1
     return with_model(layout, layers, {"pp": pp, "vpp": vpp}, stages, moe_layers(layers, pattern))
 

@@ -80,6 +80,7 @@ def record_replay(
         case={"episodes": [episode.name for episode in episodes]},
         recipe=recipe,
     )
+    # no clock: one seed must give one trace, byte for byte
     recorder = Recorder(lambda: 0.0)
     for number, episode in enumerate(episodes):
 
@@ -90,6 +91,7 @@ def record_replay(
                 )
 
         report("a fresh subject")
+        # making a trainer may take long, and the one made for its contract is still fresh
         drive_episode(
             subject or make_subject(factory, label), episode, recorder, label, report=report
         )
@@ -246,6 +248,7 @@ class _Drive:
             )
         for event in spy.events:
             self.recorder.record(event)
+        # a recompute reports its rows once more, and routers of MTP layers are of the model `mtp`
         self.calls[step.name] = [
             event
             for event in spy.events
@@ -339,6 +342,7 @@ class _Drive:
             raise UnsupportedStep("the subject has no set_weights, so its weights never drift")
         if step.nudge and not callable(nudge):
             raise UnsupportedStep("the subject has no nudge, so the slope of its loss is unknown")
+        # after a failure below nobody knows the weights, so the next step sets them again
         self.weights.pop(id(subject), None)
         try:
             _settled(set_weights(step.weights))
@@ -417,6 +421,7 @@ class _Drive:
             return tuple(
                 replace(sample, routes=recorded.get(sample.request_id)) for sample in samples
             )
+        # what the spy saw: a recording of the trainer would be the target by which it is judged
         chosen = chosen_routes(self.contract, before, self.calls[planned.of])
         if chosen is None:
             raise UnsupportedStep(

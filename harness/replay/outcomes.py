@@ -66,12 +66,14 @@ def _sketches(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray
 
 
 def _floats(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
+    # copies, because a trainer may reuse its buffers in the next step
     return {key(name): np.array(array, dtype=np.float64) for name, array in arrays.items()}
 
 
 def injected(error: BaseException | None) -> bool:
     """Whether the harness raised the error, or a cause of it."""
     # a trainer, or another process, may have wrapped it in an error of its own
+    # bounded: `raise a from b` can make a circle of causes
     seen = 0
     while error is not None and seen < 16:
         if isinstance(error, InjectedFailure) or "rollproof raised this" in str(error):

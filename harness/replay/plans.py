@@ -151,6 +151,7 @@ def _self_replay(terms: ReplayTerms) -> Episode:
         # tells a trainer that does not repeat itself from one that replays wrongly
         native("native repeated", same_as="native"),
         chosen("self-replay", same_as="native"),
+        # a target that stays installed after the replay would change this step
         native("native again", same_as="native"),
     ]
     if terms.records:
@@ -176,6 +177,8 @@ def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
     # between the rounding of the loss and the curvature of its slope
     size = 10.0 ** (-terms.float_digits / 4)
     layers = list(contract.moe_layers or ())
+    # gates whose weights are gathered from scores that a top-k has zeroed get no gradient, and the
+    # loss looks right (ISEEKYAN/Megatron-LM#79)
     slopes = [
         chosen(f"layer {layer} nudged {sign}", weights=1, nudge=factor * size, nudge_layer=layer)
         for layer in dict.fromkeys((layers[0], layers[-1]))
@@ -187,6 +190,7 @@ def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
             native(),
             native("native, drifted", weights=1),
             chosen("replay, drifted", weights=1, differs_from="native, drifted"),
+            # a fault of the replay code is in every run with it: a path without that code shows it
             chosen("reference, drifted", weights=1, same_as="replay, drifted", variant="reference"),
             chosen(
                 "own choice replayed, drifted",
@@ -195,6 +199,7 @@ def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
                 same_as="native, drifted",
             ),
             Planned(
+                # a replay that silently does nothing equals the native step (verl#7340)
                 name="replay of what was not chosen",
                 action=Action.REPLAY,
                 routes=RoutesFrom.DISJOINT,
@@ -213,12 +218,14 @@ def _placement(contract: Contract) -> Episode:
         drawn("second batch", batch=1, seed=2),
         drawn("other routes for the first batch", seed=3),
         Planned(
+            # ids above 255 wrap in storage of eight bits (verl#7407, ms-swift#9981)
             name="largest expert ids",
             action=Action.REPLAY,
             routes=RoutesFrom.LARGEST,
             seed=4,
             batch=1,
         ),
+        # targets of the batches in between must have left no trace
         drawn("first batch again", seed=1, same_as="first batch"),
     ]
     if contract.rows is Rows.CAPTURED_PREFIX:
@@ -241,6 +248,8 @@ def _recompute(terms: ReplayTerms) -> Iterator[Episode]:
                 chosen("self-replay, recomputed", recompute=kind, same_as="native"),
                 drawn("replay", weights=1, seed=1),
                 drawn(
+                    # Megatron queues a target for the backward pass even if none follows, and the
+                    # next recompute takes it (SkyRL#1908)
                     "other routes, forward only",
                     weights=1,
                     seed=2,
@@ -283,6 +292,7 @@ def _old_logprob(terms: ReplayTerms) -> Episode:
 def _failures(contract: Contract, terms: ReplayTerms) -> Iterator[Episode]:
     """Fail in the middle of a forward pass, and of a recompute."""
     places = [(Phase.FORWARD, Recompute.NONE)]
+    # not selective recompute, which may leave the routers out
     if Recompute.FULL in terms.recompute:
         places.append((Phase.RECOMPUTE, Recompute.FULL))
     for phase, recompute in places:
@@ -295,6 +305,7 @@ def _failures(contract: Contract, terms: ReplayTerms) -> Iterator[Episode]:
                     "failing replay",
                     seed=2,
                     recompute=recompute,
+                    # in the middle: some routers have used their target, the others have not
                     fail_at=len(contract.moe_layers or ()) // 2,
                     fail_in=phase,
                 ),
@@ -325,6 +336,8 @@ def _switching(terms: ReplayTerms) -> Episode:
     recording = Planned(
         name="recording", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB, batch=1
     )
+    # a fix of R2 asked an empty registry when replay was off, broke those jobs and was reverted
+    # (verl#7106, verl#7786)
     off = Planned(name="off", action=Action.OFF, routes=RoutesFrom.DRAWN, seed=3, same_as="native")
     steps = [
         native(),
@@ -344,6 +357,8 @@ def _switching(terms: ReplayTerms) -> Episode:
 
 
 def _models(terms: ReplayTerms) -> Iterator[Episode]:
+    # hooks that are registered for every model replay a critic or a teacher, too (slime#1187,
+    # NeMo-RL#4083)
     for model in terms.models:
         forward = Purpose.OLD_LOGPROB
         yield Episode(

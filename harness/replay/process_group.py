@@ -45,6 +45,7 @@ The task must be importable; jobs and results are pickled.
 _TAIL = 12  # lines of a rank's output that an error quotes
 _DUMP_S = 5.0  # how long ranks that hang may take to write where they are
 _EXIT_S = 10.0
+# without a named interface gloo took half a minute longer to start
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 _ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", **_ENVIRONMENT}
 # without the workspace cuBLAS sums in an order of its own choice, and two runs differ
@@ -277,6 +278,7 @@ class Ranks:
                 number = waiting[pipe]  # type: ignore[index]
                 replies[number] = reply = self._ranks[number].receive()
                 if reply is None or reply.failure is not None:
+                    # the others may wait for it in a collective, which does not end by itself
                     deadline = min(deadline, time.monotonic() + self._grace_s)
         return replies
 
@@ -396,6 +398,7 @@ def _run_rank(number: int, pipe: Connection, start: _Start) -> NoReturn:
     """Join the group, then do one job after the other until the parent is gone."""
     # Ctrl-C in a terminal reaches the whole process group; the parent decides how the run ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # descriptors, not sys.stdout: NCCL, gloo and faulthandler write past Python
     log = os.open(start.folder / f"rank{number}.log", os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)

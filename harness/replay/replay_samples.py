@@ -78,6 +78,7 @@ def without_response(sample: Rollout) -> Rollout:
         sample,
         response_ids=(),
         loss_mask=np.zeros(0, dtype=np.int64),
+        # engines end a call like this if it is aborted before its first token
         finish_reason=FinishReason.ABORT,
     )
 
@@ -165,6 +166,7 @@ def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
     assert routes is not None
     experts = contract.num_experts or 1
     changed = routes.astype(np.int32)
+    # half of them: one row less is a convention, since engines return n - 1 rows for n tokens
     if defect is Defect.SHORT:
         return replace(sample, routes=routes[: len(routes) // 2])
     if defect is Defect.LONG:

@@ -145,6 +145,7 @@ class HfTrainer:
         return {
             "replaced forwards": sum("forward" in vars(module) for module in self.model.modules()),
             "hooks": _hooks(self.model),
+            # replay intercepts torch.topk by a function mode, which is state of the thread
             "function modes": len(torch.overrides._get_current_function_mode_stack()),
         }
 
@@ -356,6 +357,7 @@ def _recorded(entered: Any, inputs: Inputs) -> dict[str, IntArray]:
     payload = np.zeros((len(rows), entered.routers.num_layers, rows.shape[2]), dtype=np.int16)
     payload[:, list(entered.layers)] = rows
     return {
+        # the last token has no row, as in what engines return
         sample.request_id: payload[inputs.source.sample == number][:-1]
         for number, sample in enumerate(inputs.samples)
     }

@@ -90,8 +90,11 @@ def lay_out(samples: Sequence[Rollout], layout: Layout) -> Inputs:
     call = {
         "input_ids": torch.from_numpy(ids.astype(np.int64)),
         "position_ids": torch.from_numpy(np.maximum(source.position, 0)),
+        # with a cache transformers does not detect packing, and tokens attend across samples.
+        # Checkpointing switches it off, which would change the result
         "use_cache": False,
     }
+    # packed samples are found by position ids that start again, and only without a mask
     if layout is not Layout.PACKED:
         call["attention_mask"] = torch.from_numpy(source.filled.astype(np.int64))
     return Inputs(call=call, source=source.flat(), samples=tuple(samples), cumulative=cumulative)

@@ -109,13 +109,16 @@ attention, which is slow on a CPU.
 """
 
 REFUSED: Mapping[str, Family] = _table(
+    # samples by argmax
     Family(name="phimoe", config=_LOCAL),
     Family(
+        # uses weights of masked scores
         name="deepseek_v2",
         config={**_DEEPSEEK, "topk_method": "group_limited_greedy"},
         moe_layers=(1, 2),
     ),
     Family(
+        # scatters its weights
         name="llama4_text",
         config={
             **_LOCAL,
@@ -125,9 +128,7 @@ REFUSED: Mapping[str, Family] = _table(
         },
     ),
 )
-"""Families with routers that cannot be replayed: one samples by argmax, one uses weights of masked
-scores, one scatters its weights.
-"""
+"""Families with routers that cannot be replayed."""
 
 _OTHERS = _table(Family(name=DENSE, config={"head_dim": 8}, moe_layers=()))
 
@@ -154,6 +155,7 @@ def tiny_model(
             if parameter.dim() > 1:
                 parameter.copy_(_SPREAD * torch.randn(parameter.shape, generator=noise))
         for path, buffer in sorted(model.named_buffers()):
+            # a new model has zeros there, with which biased and unbiased scores are equal
             if path.endswith("e_score_correction_bias"):
                 buffer.copy_(_SPREAD * torch.randn(buffer.shape, generator=noise))
     return model.to(dtype)

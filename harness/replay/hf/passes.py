@@ -145,6 +145,8 @@ class Pass:
         if router.layer not in self.routers.proven and probe(forward, args, kwargs, **shape):
             self.routers.proven.add(router.layer)
         executed = executed_ids(output, tuple(ids.shape), str(router))
+        # as sets: the order of columns has no meaning. The flag is read when the pass ends, because
+        # reading it here would wait for the GPU in every layer
         self._wrong.append((executed.sort(-1).values != ids.sort(-1).values).any())
         if not backward:
             self._calls[router.layer] += 1
@@ -344,6 +346,8 @@ class _Seat:
 
     def push(self, used: Pass, task: int | None) -> None:
         self.passes.append((used, task))
+        # rebound rather than hooked: that composes with the hooks of FSDP2 and with checkpoint
+        # wrappers
         self.router.module.forward = self
 
     def drop(self, used: Pass, task: int | None) -> None:

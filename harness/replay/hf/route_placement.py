@@ -111,6 +111,7 @@ def _placed(routes: Sequence[Any], lengths: Sequence[int], source: Source, prefi
             f"Samples have routes of (layers, top_k) {shapes}: those of one microbatch must be of"
             " one model, and there must be at least one sample."
         )
+    # -1 is left to the router; zeros would be expert 0, top_k times (slime#822, miles#1002)
     return source.take(payloads, fill=-1).astype(np.int64)
 
 
@@ -121,6 +122,7 @@ def _payload(routes: Any, number: int, length: int, prefix: bool) -> Rows:
             f"The routes of sample {number} are {array.dtype} {array.shape}, not integers (rows,"
             " layers, top_k)."
         )
+    # a prefix is requested explicitly, or rows that were lost would pass as one
     allowed = range(length + 1) if prefix else (length, max(0, length - 1))
     if len(array) not in allowed:
         raise RoutesError(

@@ -66,7 +66,9 @@ FORMULAS: Mapping[str, Weigh] = MappingProxyType(
         "qwen2_moe": _softmax,
         "olmoe": _softmax,
         "qwen3_next": _softmax,
+        # always normalises, and has no norm_topk_prob
         "qwen3_5_moe_text": partial(_softmax, normalise=True),
+        # always normalises, and keeps float32
         "mixtral": partial(_softmax, normalise=True, cast=False),
         "deepseek_v3": _sigmoid,
         "glm4_moe": _sigmoid,

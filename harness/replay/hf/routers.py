@@ -106,6 +106,7 @@ def find_routers(model: Any) -> Routers:
             f" {twice[1].path}: it is uncertain which one runs. A mixture of attention"
             " heads, and a copy of a whole MoE block (PEFT's modules_to_save), are not supported."
         )
+    # targets would go to the copy that never runs (verl#7340: 80 routers for 40 layers)
     if len(owners) > 1:
         raise RouterError(
             f"{type(model).__name__} has several stacks of layers with routers ({sorted(owners)}):"
@@ -201,6 +202,7 @@ def _size(config: Any, names: tuple[str, ...]) -> int:
 
 
 def _text_config(module: nn.Module) -> Any | None:
+    # multimodal models hold the sizes of their language model in a section of its own
     config: Any = getattr(module, "config", None)
     try:
         return config.get_text_config() if hasattr(config, "get_text_config") else None

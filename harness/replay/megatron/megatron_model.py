@@ -27,6 +27,7 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 }
 _ROUTER: dict[RouterKind, dict[str, Any]] = {
     RouterKind.SOFTMAX: {},
+    # as DeepSeek-V3
     RouterKind.SIGMOID: {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -166,6 +167,7 @@ def build(setup: Setup, config: Any) -> Chunks:
         models=tuple(models),
         routers=tuple(
             {
+                # Megatron numbers layers from 1
                 module.layer_number - 1: module
                 for module in model.modules()
                 if isinstance(module, TopKRouter)
@@ -191,6 +193,7 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
         "moe_router_topk": setup.top_k,
         "moe_layer_freq": [int(layer in setup.moe_layers) for layer in range(setup.num_layers)],
         "moe_token_dispatcher_type": str(setup.dispatcher),
+        # an auxiliary loss counts the native choice, also under replay
         "moe_router_load_balancing_type": "none",
         "tensor_model_parallel_size": setup.tp,
         "pipeline_model_parallel_size": setup.pp,
@@ -205,6 +208,7 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
         "context_parallel_size": setup.cp,
         "expert_model_parallel_size": setup.ep,
         "expert_tensor_parallel_size": 1,
+        # Megatron requires it for MoE under tensor parallelism
         "sequence_parallel": setup.tp > 1,
         "pipeline_dtype": torch.float32,
         "params_dtype": torch.float32,
@@ -213,6 +217,7 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
         "calculate_per_token_loss": True,
         "normalization": "RMSNorm",
         "add_bias_linear": False,
+        # on a CPU parallel ranks share one random state
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # Fused kernels exist for GPUs only.

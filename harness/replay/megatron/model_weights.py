@@ -95,6 +95,7 @@ def values_of(name: str, number: int, shape: Sequence[int]) -> npt.NDArray[np.fl
 
 @lru_cache(maxsize=4096)
 def _noise(name: str, number: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    # not hash(), which Python salts anew in every process
     draws = np.random.default_rng([zlib.crc32(name.encode()), number]).standard_normal(shape)
     return (0.3 * draws).astype(np.float32)
 

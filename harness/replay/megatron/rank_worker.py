@@ -120,6 +120,8 @@ class _Worker:
 
     def _model(self, job: Job, step: Step) -> Chunks:
         assert self._rank is not None and self._code is not None
+        # a router gets its RouterReplay when it is built, so a step without replay needs a new
+        # model
         key = (job.episode, step.recompute, step.action is Action.OFF)
         if self._chunks is None or self._built != key:
             off = step.action is Action.OFF
@@ -202,6 +204,7 @@ class Run:
             data_iterator=numbers if self.setup.vpp > 1 else numbers[0],
             model=list(self.chunks.models) if self.setup.vpp > 1 else self.chunks.models[0],
             num_microbatches=len(self.batches),
+            # of the complete sequence: Megatron divides it by cp itself
             seq_length=width * self.setup.cp,
             micro_batch_size=samples,
             forward_only=not self.step.backward,

@@ -95,6 +95,7 @@ class CoreReplay:
         if run.step.action is Action.REPLAY:
             targets = self._targets(run, number, chunk)
             for layer, router in run.chunks.routers[chunk].items():
+                # this also appends the target to the queue of the backward pass
                 router.router_replay.set_target_indices(torch.from_numpy(targets[layer]))
                 run.spy.installed(layer, microbatch=number)
             _act(run, "REPLAY_FORWARD", chunk)
@@ -105,6 +106,8 @@ class CoreReplay:
         """Store what was recorded; switch to the queue of the backward pass."""
         if run.step.action is Action.RECORD:
             run.answer.recorded[number, chunk] = {
+                # copied: with CUDA graphs, release 0.19.2 records into a buffer that the next
+                # forward overwrites
                 layer: router.router_replay.get_recorded_indices().cpu().numpy().copy()
                 for layer, router in run.chunks.routers[chunk].items()
             }
@@ -113,6 +116,8 @@ class CoreReplay:
             and run.step.backward
             and run.step.recompute is not Recompute.NONE
         ):
+            # under REPLAY_FORWARD a recompute would execute the target that was installed last,
+            # which in a pipeline is of a later microbatch
             _act(run, "REPLAY_BACKWARD", chunk)
 
     def end(self, run: Run, *, done: bool) -> None:
