@@ -62,12 +62,14 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or 
     """One connection of a client."""
 
     def __init__(self, config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> None:
-        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+        state = {**app_state, "connection": self}
+        super().__init__(config, server_state, state, _loop)  # pyright: ignore[reportCallIssue]
         self._pipe: asyncio.Transport | None = None
         self._closed = asyncio.Event()
         self._client_closed = False
         self._breaking = False
         self._open = 0
+        # bounded: a client may send thousands of requests over one connection and read none of them
         self._unread: deque[Delivery] = deque(maxlen=_MAX_UNREAD)
 
     def connection_made(self, transport: Any) -> None:

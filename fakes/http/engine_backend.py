@@ -269,6 +269,8 @@ class EngineBackend:
             if token is not None:
                 CURRENT_REQUEST.reset(token)
             if unique:
+                # after an abort, too: SGLang once kept the id of a queued call, and refused it when
+                # it was sent again (sglang#24070)
                 self._rids.discard(spec.rid)
 
     async def generate_all(
@@ -286,6 +288,7 @@ class EngineBackend:
         """
         if name is None:
             return self.engine.version + 1
+        # a checkpoint that is loaded again is the same weights, so nothing of the cache is stale
         if name not in self._versions:
             self._versions[name] = max(self._versions.values(), default=0) + 1
         return self._versions[name]

@@ -67,9 +67,8 @@ class FinalEvent(bytes):
 class EventStream(StreamingResponse):
     """Server-sent events; ``events`` are whole events with their ``data:``."""
 
-    body_iterator: AsyncGenerator[bytes]
-
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        self._events = events
         super().__init__(
             events, headers={"cache-control": "no-cache"}, media_type="text/event-stream"
         )
@@ -83,7 +82,7 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         # A generator that is left while it waits at a `yield` (its reader is slow, and goes away)
         # would only be closed by the garbage collector, and its engine calls go on until then.
-        async with aclosing(self.body_iterator):
+        async with aclosing(self._events):
             await super().stream_response(send)
 
 
@@ -146,6 +145,8 @@ class FakeServer:
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if delivery.disconnected and task is not None:
+                    # the cancellation ends here: asyncio.timeout and TaskGroup count those that are
+                    # pending
                     task.uncancel()
                     await _complete(started, scope, receive, send)
                     return
@@ -214,6 +215,7 @@ async def _complete(started: bool, scope: Scope, receive: Receive, send: Send) -
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body. Raise ``BadRequest`` with status 413 if it is larger than ``max_bytes``."""
     declared = request.headers.get("content-length", "")
+    # before anything is read; the header may be absent (chunked), or a lie
     if declared.isdecimal() and int(declared) > max_bytes:
         raise BadRequest(f"The body has {declared} bytes; the limit is {max_bytes}.", 413)
     body = bytearray()

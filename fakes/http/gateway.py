@@ -135,6 +135,7 @@ class SessionRouter:
         worker = next((worker for worker in living if worker.url == url), None)
         if worker is None:
             worker = min(living, key=self.rank)
+        # a turn on another worker would prefill everything again
         if session is not None:
             self._sessions[session] = worker.url
         return worker
@@ -188,6 +189,7 @@ class Gateway(SessionRouter):
         if path == "/generate" or path.startswith(("/v1/", "/rollproof/")):
             await super().other(scope, receive, send)
         else:
+            # to abort, pause or update, a stack has to call the workers themselves
             await Response(status_code=404)(scope, receive, send)
 
     async def _health(self, _request: Request) -> Response:

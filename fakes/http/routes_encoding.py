@@ -30,6 +30,7 @@ def as_int32(routes: IntArray) -> str:
     """Return base64 of the rows as little-endian int32 in C order, without a shape: SGLang's
     ``meta_info["routed_experts"]``.
     """
+    # no shape and no header: a client must know layers and top-k from the model, not from the size
     return pybase64.b64encode_as_string(np.ascontiguousarray(routes, dtype="<i4").data)
 
 
@@ -38,6 +39,7 @@ def compact(routes: IntArray) -> tuple[str, str]:
     if an id is negative or too large.
     """
     low, high = (int(routes.min()), int(routes.max())) if routes.size else (0, 0)
+    # as SGLang falls back: -1 marks padded rows (sglang#36404)
     name = "int32" if low < 0 or high > 65_535 else "uint8" if high <= 255 else "uint16"
     dtype = np.dtype(name).newbyteorder("<")
     return pybase64.b64encode_as_string(np.ascontiguousarray(routes, dtype=dtype).data), name

@@ -34,6 +34,7 @@ class FallsBack(ReplayRouter):
     """Chooses by itself, silently, if it has no target."""
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
+        # Megatron raises without a target; verl's copy of the class routes natively
         nothing = not self.queue if phase is Phase.RECOMPUTE else self.target is None
         return (
             chosen(scores, self.top_k)

@@ -125,6 +125,7 @@ class _PromptRowsMissing(CodedPolicy):
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
     ) -> IntArray:
         rows = super().routes_spans(spans, ids, start, stop)
+        # a prefill server replied before its capture was copied
         rows[: max(0, 2 - start)] = 0
         return rows
 
@@ -157,8 +158,12 @@ class _StaleSlots(CodedPolicy):
     def routes_spans(
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
     ) -> IntArray:
+        # SGLang's HiCache loads KV back into other slots, and the rows do not move with it
         return super().routes_spans(
-            spans, [*ids[:1], *(token + 1 for token in ids[1:])], start, stop
+            spans,
+            [*ids[:1], *(token + 1 for token in ids[1:])],
+            start,
+            stop,
         )
 
 

@@ -56,6 +56,8 @@ class _LogprobsOfTheOtherMode(FakeEngineSubject):
         return (
             output
             if output.logprobs is None
+            # vLLM returns raw logprobs by default, SGLang scaled ones: at a temperature of 0.6
+            # importance ratios are 1.9 on average (trl#4159)
             else replace(output, logprobs=scaled(output.logprobs, query.temperature))
         )
 
@@ -118,6 +120,7 @@ class _AbortRepeatsTheLastToken(FakeEngineSubject):
             and not piece.token_ids
             and self._last
         ):
+            # SGLang sends the last token if an abort brings no new one
             return replace(piece, token_ids=self._last)
         self._last = piece.token_ids if query.stream is StreamMode.DELTA else self._last
         return piece

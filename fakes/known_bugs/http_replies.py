@@ -54,6 +54,7 @@ class _WireDtypeKeyIgnored(SglangManager):
     served: ClassVar[Mapping[str, Any]] = {"routes": RoutesForm.COMPACT}
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
+        # servers without the key send int32, so older clients do not look for one
         return super().rows({**meta, "routed_experts_dtype": "int32"})
 
 
@@ -105,6 +106,7 @@ class _WireCumulativeAsDelta(SglangStreamer):
 
     def decode(self, reply: HttpReply) -> Any:
         last = super().decode(reply)
+        # SGLang repeats all tokens in each event unless incremental_streaming_output is on
         last["output_ids"] = [token for event in reply.events() for token in event["output_ids"]]
         last["meta_info"]["output_token_logprobs"] = [
             logprob

@@ -84,6 +84,7 @@ class _LayoutMtpAliasesALayer(MegatronLike):
         chosen = super().select(layout, rows, rank, chunk)
         if (rank.pp, chunk) == (layout.mesh.pp - 1, layout.mesh.vpp - 1):
             # layer 0 of the head is taken for layer 0 of the model
+            # Megatron numbers layers of such a head from 1 again
             chosen[0] = rows[:, 0]
         return chosen
 

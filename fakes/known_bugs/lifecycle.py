@@ -186,6 +186,7 @@ class _BareIds(FakeEngine):
 
     async def generate(self, **options: Any) -> EngineOutput:
         return await super().generate(
+            # ids of calls are free of prefixes here, and SGLang aborts every id that begins so
             **{**options, "request_id": options["request_id"].partition("#")[0]}
         )
 
@@ -219,6 +220,7 @@ class _QueuedAbortLosesTokens(FakeEngine):
     async def _end_all(self, calls: Iterable[InflightCall]) -> None:
         calls = list(calls)
         for call in calls:
+            # SGLang ends queued calls on a path of its own, which lost what they had
             if not call.running:
                 del call.ids[call.prompt_len :]
                 for marks in (call.keys, call.labels, call.kept_rows):
@@ -242,6 +244,7 @@ class _AbortNeverAnswered(FakeEngine):
 
     async def _end_all(self, calls: Iterable[InflightCall]) -> None:
         for call in list(calls):
+            # without a last output the waiting caller learns nothing
             self._scheduler.drop(call)
 
 

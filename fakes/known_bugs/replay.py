@@ -52,8 +52,10 @@ class _ReplayZeroPadding(DenseFirst):
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
     ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
+        # equal ids collapse in the routing map, so these rows execute one expert
         return {
-            layer: np.where(source.filled[:, None], target, 0) for layer, target in right.items()
+            layer: np.where(source.filled[:, None], target, 0)
+            for layer, target in right.items()
         }
 
 
@@ -92,6 +94,7 @@ class _ReplayOrphanRouters(ReplayTrainer):
         *,
         keep: bool,
     ) -> None:
+        # routers register themselves in a list of the process, where orphans come first
         self.orphans[layer, number].install(target, keep=keep)
 
 

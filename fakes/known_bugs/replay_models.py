@@ -65,6 +65,7 @@ class _ReplayMtpAliased(ManyExperts):
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
     ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
+        # Megatron numbers layers of an MTP head from 1 again
         return {**right, self.layout.num_layers: right[0]}
 
 
@@ -131,6 +132,7 @@ class _ReplayFusedRouter(ReplayTrainer):
     """A fused router returns before it reads its target."""
 
     def variant(self, name: str) -> ReplayTrainer:
+        # as Megatron's moe_router_fusion with Transformer Engine
         return super().variant(name) if name != "fused" else _Ignoring()
 
 
@@ -152,6 +154,7 @@ class _ReplayTakesAnything(ReplayTrainer):
         )
         rows, layers, columns = (min(a, b) for a, b in zip(fitted.shape, routes.shape, strict=True))
         fitted[:rows, :layers, :columns] = routes[:rows, :layers, :columns]
+        # Megatron, too, takes short and narrow targets: its gather accepts a smaller index
         return fitted % self.layout.num_experts
 
 

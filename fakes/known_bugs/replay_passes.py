@@ -44,6 +44,8 @@ class _ReplayClearedBeforeBackward(ReplayTrainer):
     def head(self, run: TrainerPass, microbatch: Microbatch) -> None:
         super().head(run, microbatch)
         for router in self.registry:
+            # torch notices it in non-reentrant checkpointing (CheckpointError), and not in the
+            # reentrant one
             router.queue.clear()
 
     def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:

@@ -81,6 +81,7 @@ class _TorchCatOnNumpy(_AllRows):
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if sample.rows is not None:
             # the message of torch.cat
+            # whether routes are tensors or arrays depends on the engine (verl#7158)
             raise TypeError("expected Tensor as element 0 in argument 0, but got numpy.ndarray")
         super().merge_routes(sample, sent, output)
 
@@ -195,6 +196,7 @@ class _WritesToReadOnly(AsSampled):
 
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
+            # read-only, as what np.frombuffer makes of a reply
             routes = lend("routes", output.routes)
             super().merge_routes(sample, sent, output)
             routes[-1] = 0

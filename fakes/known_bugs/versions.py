@@ -204,6 +204,7 @@ class _LabelReadAtEmission(FakeEngine):
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
         super()._publish(label, loaded=loaded, identity=identity)
         for call in self.in_flight:
+            # SGLang up to 0.5.18 shows the label that the server has when it replies
             call.labels[:] = [(0, label)]
 
 
@@ -220,6 +221,7 @@ class _LabelReadAtAdmission(FakeEngine):
 
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         queued = super()._enqueue(call, rid)
+        # vLLM had one label per request, read when it was admitted
         queued.labels = _FirstOnly()
         return queued
 

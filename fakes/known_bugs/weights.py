@@ -81,6 +81,7 @@ class _OneReplicaUpdated(_NoResumeAfterFailure):
 
 class _ReplicaNotResumed(_NoResumeAfterFailure):
     def resumed(self) -> list[FakeEngine]:
+        # in vLLM the flag to resume was local to one data-parallel rank
         return self.replicas()[:1]
 
 
@@ -134,6 +135,7 @@ class _SamplesWhilePaused(FakeEngine):
     """The pause does not reach the worker that runs the calls."""
 
     def _has_work(self) -> bool:
+        # with two tokenizer workers only one of them knew of the pause
         return self.alive and bool(self.in_flight)
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
@@ -180,6 +182,7 @@ class _LabelAbortsCalls(FakeEngine):
             )
         )
         super().relabel(label)
+        # as SGLang does unless abort_all_requests is switched off
         for call in calls:
             self._scheduler.end(call, FinishReason.ABORT)
 

@@ -115,6 +115,7 @@ class Owners:
         current = (
             running.request_id if running is not None and running.request_id in self._open else None
         )
+        # in the task of the rollout itself: only other tasks can have inherited its context
         if running is not None and current is not None and (running.place == here() or not fitting):
             return (current,)
         if current is not None and current in fitting:
@@ -131,6 +132,7 @@ class Owners:
             )
         if sending:
             return tuple(sending)
+        # one prompt may be the beginning of another: the longer one is the more certain owner
         longest = max(len(self._open[name].request.prompt_ids) for name in fitting)
         return tuple(
             name for name in fitting if len(self._open[name].request.prompt_ids) == longest

@@ -156,6 +156,7 @@ class Case:
         if not names or len(set(names)) != len(names):
             raise CaseError(f"A case needs requests with distinct ids, not {names}.")
         # calls are attributed to requests by their prompts
+        # a group (n > 1) shares its prompt on purpose
         alone = [request.prompt_ids for request in self.requests if request.group is None]
         if len(set(alone)) < len(alone):
             raise CaseError(

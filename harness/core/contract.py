@@ -146,6 +146,7 @@ class KvPolicy(StrEnum):
     """What happens to the KV cache of older weights at a weight update."""
 
     RECOMPUTE = "recompute"
+    # the logprobs are then of no policy: on vLLM they were 4 nats from those of either weights
     KEEP = "keep"
 
 
@@ -254,6 +255,8 @@ class Contract:
 
     def layer_of_column(self, column: int) -> int:
         """Global layer index of a column of the layer axis."""
+        # a column counts layers or routers: mixing them up shifts every layer after a dense one
+        # (verl#5037)
         if self.layer_axis is LayerAxis.ALL:
             return column
         return (self.moe_layers or ())[column]
@@ -283,6 +286,7 @@ class Contract:
                 f"Unknown contract fields {unknown}; valid fields are {sorted(valid)}."
             )
         values = dict(data)
+        # JSON has no tuples
         if isinstance(values.get("moe_layers"), list):
             values["moe_layers"] = tuple(values["moe_layers"])
         if isinstance(values.get("replay"), Mapping):
@@ -404,6 +408,7 @@ class Contract:
                 f"dtype {unknown} is not an integer type; choose among {list(_INT_DTYPES)}, joined"
                 " by '|' where several occur."
             )
+        # engines choose the type by the number of experts, so one signed type among several will do
         elif all(name.startswith("u") for name in self.dtypes):
             problems += [
                 f"{name}='minus-one' contradicts dtype={self.dtype!r}: no unsigned type holds -1."

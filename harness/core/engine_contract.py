@@ -119,6 +119,7 @@ class EngineTerms:
 
     max_length: int
     pause_modes: tuple[PauseMode, ...]
+    # vLLM then keeps the first rows of a token, SGLang overwrites them (sglang#39633)
     recomputing: tuple[PauseMode, ...] = ()
     paused_calls: PausedCalls = PausedCalls.PARK
     stream_modes: tuple[StreamMode, ...] = (StreamMode.FINAL,)
@@ -127,6 +128,7 @@ class EngineTerms:
     bad_start: Refusal = Refusal.ERROR
     zero_budget: Refusal = Refusal.ERROR
     empty_prompt: Refusal = Refusal.ERROR
+    # SGLang compares ids with startswith (sglang#25561)
     abort_by_prefix: bool = False
     samples: bool = True
     seeded: bool = True
@@ -134,6 +136,7 @@ class EngineTerms:
     keys_finished: tuple[ReplyKey, ...] = ()
     keys_aborted: tuple[ReplyKey, ...] = ()
     keys_early: tuple[ReplyKey, ...] = ()
+    # apart: SGLang answers an abort in the queue on another path, without routes and counts
     keys_queued: tuple[ReplyKey, ...] = ()
 
     def __post_init__(self) -> None:

@@ -91,6 +91,7 @@ def write_atomically(path: Path, text: str) -> None:
             target.write_bytes(text_bytes(text))
             return
         target.parent.mkdir(parents=True, exist_ok=True)
+        # beside the target, since only within one file system is replacing atomic
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.")
     except OSError as error:
         raise _unwritable(path, error) from error

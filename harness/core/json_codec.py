@@ -292,6 +292,7 @@ def _fields_of(record: Any, *, sparse: bool) -> dict[str, Any]:
     cls: Any = type(record)
     for name, field in _plan(cls).items():
         value, default = getattr(record, name), field.default
+        # most fields have their default, and a trace has thousands of events
         if sparse and (value is default or _same(value, default)):
             continue
         # what reading would turn into something else would not come back as it was

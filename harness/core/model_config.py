@@ -93,4 +93,5 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     dense: set[int] = set(config.get("mlp_only_layers") or ())
     dense.update(range(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0))
     step = config.get("decoder_sparse_step") or 1
+    # transformers counts from 1 here: with a step of 2 the layers 1, 3, 5 have experts
     return tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)

@@ -74,6 +74,7 @@ def _sound(value: object, kind: type[_T], where: str) -> _T:
                 f"{name} must be a tuple of ints of 64 bits (rollproof.core.records.as_tokens makes"
                 f" one), not {_described(item)}"
             )
+        # numpy would count a negative one from the end
         elif name == "routes_start" and type(item) is int and item < 0:
             problems.append(f"{name} must be a position >= 0, not {show(item)}")
         elif name == "finish_reason" and isinstance(item, str) and item in _REASONS:
@@ -112,6 +113,7 @@ def _copied(name: str, value: Any, problems: list[str]) -> Any:
 def _are_tokens(value: object) -> bool:
     if not isinstance(value, tuple) or not set(map(type, value)) <= {int}:
         return False
+    # an Arrow column of a trace holds no more
     return not value or (min(value) >= -(2**63) and max(value) < 2**63)
 
 

@@ -123,6 +123,7 @@ class EngineOutput:
     logprobs: LogprobArray | None
     routes: IntArray | None
     finish_reason: FinishReason
+    # routed_experts_start_len (SGLang) and routed_experts_prompt_start (vLLM) omit known rows
     routes_start: int = 0
     version: Version = None
     spans: tuple[Span, ...] = ()
@@ -214,6 +215,7 @@ def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
     # nearly always: without a look at each token in Python
     if isinstance(value, (list, tuple)) and _INTEGERS.issuperset(map(type, value)):
         return tuple(value)
+    # a bool is an int for Python, and no token
     if not isinstance(value, list | tuple) or any(
         isinstance(token, bool) or not isinstance(token, int | np.integer) for token in value
     ):

@@ -155,9 +155,9 @@ class ReplayTerms:
         problems = []
         # contracts come from JSON and TOML, too, which have no enums
         for name, kind in _ENUMS.items():
-            value: Any = getattr(self, name)
-            if value is None and name == "installs":
+            if name == "installs" and self.installs is None:
                 continue
+            value: Any = getattr(self, name)
             several = name in _TUPLES
             try:
                 members = tuple(map(kind, value)) if several else kind(value)

@@ -166,6 +166,7 @@ class OpenAI:
             "usage": _usage(sum(map(len, call.prompts)), sampled),
             "metadata": _metadata(output, self._backend),
         }
+        # at the level of the response, and of its first choice only, as SGLang has it
         if output.routes is not None and not form.has_meta_info:
             extension: dict[str, Any] = {"routed_experts": as_int32(output.routes)}
             if call.samples > 1:

@@ -244,9 +244,12 @@ def meta_of(
         stamped: include the time of sending; a stream has it once.
     """
     meta: dict[str, Any] = {"id": spec.rid, "finish_reason": finish_of(output)}
+    # that reply is made in a place of its own, TokenizerManager._handle_abort_req
     ran = output.cached_tokens is not None  # a call that was aborted in the queue has no counts
     if ran:
         meta["prompt_tokens"] = len(spec.prompt)
+    # the label at the moment of the reply (since 0.5.19 that of the last span): a call across an
+    # update looks wholly new
     meta["weight_version"] = shown_version(output.version)
     if ran:
         meta["num_retractions"] = 0
@@ -284,6 +287,7 @@ def native_reply(
     )
     body["output_ids"] = output.token_ids[sent:]
     meta = meta_of(spec, output, seconds, backend, sent=sent, stamped=stamped)
+    # only the last chunk of a stream has them: SGLang fills routes when a request finishes
     if output.routes is not None:
         meta |= _routes(output.routes, backend)
     body["meta_info"] = meta
@@ -370,6 +374,7 @@ def _logprobs(
     """Return the logprobs of the sampled tokens, and if requested those of the prompt and of the
     best alternatives, of which the fake has one: the sampled token.
     """
+    # the text of a token is None without return_text_in_logprobs
     pairs = list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
     meta: dict[str, Any] = {
         "input_token_logprobs": (),

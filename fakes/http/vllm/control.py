@@ -37,6 +37,7 @@ class Control:
 
     async def pause(self, request: Request) -> Response:
         mode, clear = _pause_mode(request), _flag(request, "clear_cache", default=True)
+        # in every mode new calls are queued until the resume
         await self._engine.pause(_MODES[mode], clear_cache=clear)
         return JSONResponse({"status": "paused"})
 
@@ -72,6 +73,7 @@ class Control:
             return JSONResponse({"success": False})
         for call_id in running:
             self._engine.evict(call_id)
+        # rows of routes are stored with the cached blocks, and go with them
         self._engine.reset_prefix_cache()
         return JSONResponse({"success": True})
 
@@ -142,6 +144,7 @@ class Control:
                 param="body.update_info",
             )
         name = field(body if info is None else info, "weight_dir", str, None)
+        # the label is the caller's: vLLM does not check that weights changed
         label = field(body, "weight_version", (str, int), None)
         await self._backend.load_or_refuse(name, None if label is None else str(label), flush=False)
         return JSONResponse(

@@ -242,6 +242,7 @@ class _Sampling:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # vLLM checks it before it reads the body
         if media != "application/json":
             raise BadRequest(
                 "1 validation error: Only 'application/json' is allowed", malformed=True
@@ -325,6 +326,8 @@ class _Sampling:
                         yield _event(part.chunk(event.index, [event.token], event.logprobs, None))
                     else:
                         outputs.append(event.output)
+                        # routes and versions come with this chunk alone. It is never left out: vLLM
+                        # once omitted that of an abort, because it had no new tokens (vllm#47933)
                         yield FinalEvent(_event(_last_chunk(part, event)))
             if call.options.get("include_usage"):
                 yield _event(part.usage(_usage(call, outputs)))

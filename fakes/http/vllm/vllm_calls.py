@@ -44,6 +44,7 @@ _SAMPLING = (
     "min_tokens",
     "repetition_penalty",
 )
+# vLLM's default of max_logprobs
 _MAX_LOGPROBS = 20
 FINGERPRINT = "vllm-fake"
 """The server's name of its build."""
@@ -364,6 +365,7 @@ def chat_logprobs(
 
 def spans_of(output: EngineOutput, backend: EngineBackend) -> list[dict[str, Any]] | None:
     """Return which weights sampled which tokens, if the release shows it."""
+    # outputs of 0.26 have no weight_versions; those of 0.32 have
     if not backend.flavour.shows_spans:
         return None
     return [_span(span) for span in output.spans]
@@ -380,8 +382,11 @@ def routes_of(output: EngineOutput, backend: EngineBackend) -> Any:
     if output.routes is None:
         return None
     if backend.options.routes is RoutesForm.DESCRIBED:
+        # prime-rl has these two types only
         dtype = "uint8" if backend.policy.num_experts <= 256 else "uint16"
         return as_described(output.routes.astype(dtype), start=output.routes_start)
+    # vLLM decodes with np.load: shape and dtype are in the file (uint8 up to 256 experts, then
+    # uint16)
     return as_npy(output.routes)
 
 
