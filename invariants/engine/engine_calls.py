@@ -88,8 +88,8 @@ class EngineAnswers(_Calls):
                 ),
                 where={"call": event.call_id, "server": call.server_id, "request": call.request_id},
                 hint=(
-                    "The budget is counted from another position, or the last tokens were"
-                    " dropped: a client takes the sample for complete."
+                    "The engine counts the budget from another position, or dropped the last"
+                    " tokens: a client takes the sample for complete."
                 ),
             )
 
@@ -108,7 +108,7 @@ class EngineAnswers(_Calls):
                 observed=event.detail,
                 where={"server": event.server_id, "index": event.index},
                 hint=(
-                    "The engine died, hung, or raised on a call, a pause or an update: the end of"
+                    "The engine died or hung, or a call, a pause or an update raised: the end of"
                     " its log is in the text."
                 ),
             )
@@ -134,8 +134,8 @@ class EngineAnswers(_Calls):
                     ),
                     where={"call": number, "server": call.server_id, "request": call.request_id},
                     hint=(
-                        "An abort that returns nothing loses what was sampled (vLLM #22197); of"
-                        " several samples, one was dropped."
+                        "An abort that returns nothing loses the sampled tokens (vLLM #22197). Of a"
+                        " call for several samples, one sample was dropped."
                     ),
                 )
 

@@ -99,9 +99,9 @@ class EngineRows(_Served):
                 ),
                 where={"call": reply.call_id, "server": call.server_id},
                 hint=(
-                    "Rows of a discarded step were kept, or those of the last step were"
-                    " dropped: an abort between forward pass and sampling, async scheduling"
-                    " (vLLM #39917), or an offset that the engine ignores."
+                    "Rows of a discarded step were returned, or those of the last step were"
+                    " dropped. Check aborts between forward pass and sampling, async scheduling"
+                    " (vLLM #39917), and whether the engine ignores routes_start."
                 ),
             )
 
@@ -143,7 +143,7 @@ class EngineParts(_Served):
                 sorted({", ".join(sorted(compared & set(keys))) or "nothing" for keys in allowed})
             )
             out.finding(
-                "a reply has other parts than the engine declares",
+                "a reply lacks declared parts, or has undeclared ones",
                 expected=f"{expected}, of a call that {stage if not aborted else f'was {stage}'}",
                 observed=", ".join(sorted(present)) or "nothing",
                 where={"call": reply.call_id, "server": call.server_id},
@@ -179,8 +179,8 @@ class EngineSpans(_Served):
                 observed=", ".join(f"{span.version}: {span.start}-{span.end}" for span in spans),
                 where={"call": reply.call_id, "server": call.server_id},
                 hint=(
-                    "Spans are built from positions noted at updates: check an update between"
-                    " two, a retraction, and tokens cut at a stop."
+                    "Spans are built from the token counts at updates: check them after an"
+                    " update, after a retraction, and if tokens are cut at a stop sequence."
                 ),
             )
 

@@ -143,9 +143,9 @@ class EngineRoutes(_ValueCheck):
                 "server": call.server_id,
             },
             hint=(
-                "Rows of another token, layer or request: a slot was read too late, a prefix"
-                " lost its rows but not its KV (SGLang #26975), padded rows (vLLM #43737), a"
-                " capture that a kernel bypasses (vLLM #44116)."
+                "The rows belong to another token, layer or request: a slot was read too late,"
+                " a prefix lost its rows but not its KV (SGLang #26975), padding rows were"
+                " read (vLLM #43737), or a kernel bypasses the capture (vLLM #44116)."
             ),
         )
 
@@ -234,8 +234,8 @@ class EngineLogprobMode(_ValueCheck):
                     ),
                     where={"call": reply.call_id, "server": call.server_id, "version": fit.version},
                     hint=(
-                        "A trainer that divides logits by the temperature needs the scaled ones,"
-                        " any other the raw ones: a mismatch shows as an importance ratio far from"
+                        "A trainer that divides logits by the temperature needs scaled logprobs,"
+                        " any other trainer raw ones: a mismatch gives importance ratios far from"
                         " 1 (trl #4159). vLLM: logprobs_mode; SGLang:"
                         " SGLANG_RETURN_ORIGINAL_LOGPROB."
                     ),
@@ -290,7 +290,7 @@ class EngineOrder(_ValueCheck):
                         "version": str(reference.version),
                     },
                     hint=(
-                        "They are sorted by id, or a kernel returns its top-k unordered: pair"
+                        "The ids were sorted, or a kernel returns its top-k unordered: pair"
                         " each weight with its expert by id."
                     ),
                 )

@@ -46,7 +46,7 @@ def layout_layer_map(record: LayoutCall, out: Collector) -> None:
     # A chunk may hold no MoE layer at all: an empty answer is right then.
     if sorted(layers) != sorted(routers):
         out.finding(
-            "columns for other layers than the chunk's routers",
+            "columns of layers that the chunk does not route",
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(layers)}",
             where=record.place(),

@@ -126,7 +126,7 @@ def layout_samples(record: LayoutCall, out: Collector) -> None:
                 (i for i, payload in enumerate(payloads) if np.array_equal(payload, routes)), None
             )
             out.finding(
-                "a sample is given another's routes",
+                "a sample gets the routes of another one",
                 expected=(
                     f"with the tokens of sample {owner}, its own"
                     f" {count(len(payloads[owner]), 'row')}"
@@ -196,7 +196,7 @@ def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
     out.exercised("ids compared", len(expected))
     if len(actual) != len(expected):
         out.finding(
-            "other ids than were stored",
+            "decoded ids differ from the stored ones",
             expected=count(len(expected), "id"),
             observed=f"an array of {stored.dtype} {stored.shape}",
             where=record.place(),

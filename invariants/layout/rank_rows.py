@@ -175,7 +175,7 @@ def _slice(record: LayoutCall, out: Collector, size: int, rank: int, total: int,
     rows = record.event.out[0]
     if len(rows) != part:
         out.finding(
-            "a slice of another length",
+            "a slice has the wrong length",
             expected=count(part, "row"),
             observed=f"{len(rows)}" + (": all rows, not a slice" if len(rows) >= length else ""),
             where=record.place(),
@@ -260,7 +260,7 @@ def layout_targets(record: LayoutCall, out: Collector) -> None:
     # verl#5037 and slime#819 counted dense layers as routers.
     if sorted(tables) != sorted(routers):
         out.finding(
-            "targets for other layers than the rank's routers",
+            "targets for layers that the rank does not route",
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(tables)}",
             where=record.place(),
@@ -281,7 +281,7 @@ def layout_targets(record: LayoutCall, out: Collector) -> None:
         rows = tables[layer]
         if rows.ndim != 2 or len(rows) != len(source):
             out.finding(
-                "targets of another length than the rows that the router sees",
+                "targets and the router's rows differ in number",
                 expected=f"({len(source)}, k) for layer {layer}",
                 observed=str(rows.shape),
                 where=record.place(layer=layer),

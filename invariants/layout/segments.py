@@ -36,7 +36,7 @@ def layout_segments(record: LayoutCall, out: Collector) -> None:
     out.exercised("rows compared", len(expected))
     if len(rows) != len(expected):
         out.finding(
-            "a resumed sample has other rows than positions",
+            "a resumed sample's rows and positions differ in number",
             expected=f"{len(expected)} rows, each position once",
             observed=(
                 f"{len(rows)} rows from calls that returned"
@@ -57,7 +57,7 @@ def layout_segments(record: LayoutCall, out: Collector) -> None:
     )
     if len(wrong):
         out.finding(
-            "rows of a resumed sample are another call's",
+            "rows of a resumed sample belong to another call",
             expected=(
                 f"position {int(wrong[0])} as the call of version {versions[int(wrong[0])]}"
                 " routed it"

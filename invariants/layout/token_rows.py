@@ -48,7 +48,7 @@ def layout_final_row(record: LayoutCall, out: Collector) -> None:
     # row.
     if len(rows) != tokens:
         out.finding(
-            "a sample has other rows than tokens",
+            "a sample's rows and tokens differ in number",
             expected=count(tokens, "row"),
             observed=f"{len(rows)}, from {captured_count} captured ones",
             where=record.place(),
@@ -67,8 +67,8 @@ def layout_final_row(record: LayoutCall, out: Collector) -> None:
         "rows compared",
         rows,
         captured,
-        title="rows moved while the missing ones were added",
-        hint="Filler goes after the captured rows (slime#1045, slime#1052).",
+        title="captured rows moved when filler was added",
+        hint="Append filler behind the captured rows (slime#1045, slime#1052).",
         others={
             "a shift by one row": lambda: _shifted(captured, 1),
             "a shift by one row to the front": lambda: _shifted(captured, -1),
@@ -169,7 +169,7 @@ def layout_no_shift(record: LayoutCall, out: Collector) -> None:
     captured_count = (record.call.held or record.call.lengths)[0]
     if len(tokens) != len(routes) or len(tokens) < record.call.lengths[0] - 1:
         out.finding(
-            "the model is fed other tokens than there are rows",
+            "the model's input tokens and the rows differ in number",
             expected=f"at least {record.call.lengths[0] - 1} tokens with a row each",
             observed=f"{count(len(tokens), 'token')} and {count(len(routes), 'row')}",
             where=record.place(),
@@ -336,7 +336,7 @@ def layout_packing(record: LayoutCall, out: Collector) -> None:
         title=title,
         hint=hint,
         others={
-            "packing without the padding between sequences": lambda: _extended(
+            "packing without padding between the sequences": lambda: _extended(
                 packed(call.lengths, unpadded), len(rows)
             ),
             "packing with the last sequence first": lambda: packed(call.lengths[::-1], cumulative)[
@@ -396,7 +396,7 @@ def layout_alignment(record: LayoutCall, out: Collector) -> None:
             return
     if rows != expected:
         out.finding(
-            "another number of rows than the tokens have",
+            "rows and tokens differ in number",
             expected=f"{expected} rows: {rule}",
             observed=f"{rows} rows{_multiple(record, rows)}",
             where=record.place(),
@@ -468,7 +468,7 @@ def layout_padding_rows(record: LayoutCall, out: Collector) -> None:
         if loads.max() > 2 * max(1, loads.min()):
             out.finding(
                 "padding is not spread over the experts",
-                expected="every expert about as often",
+                expected="every expert about equally often",
                 observed=(
                     f"expert {int(loads.argmax())} {int(loads.max())} times, expert"
                     f" {int(loads.argmin())} {int(loads.min())} times"

@@ -168,7 +168,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
         )
         hint = _extra_hint(sent, known_ids, step)
     elif step.ended:
-        kind = "a turn begins on another history"
+        kind = "a turn begins with a changed history"
         title = (
             f"Call {step.attempt} begins a turn on a history that differs from what was delivered,"
             f" from position {step.agree} on"

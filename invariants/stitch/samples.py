@@ -52,7 +52,7 @@ def stitch_prompt(view: RequestView, out: Collector) -> None:
     out.finding(
         f"The sample carries a prompt of {count(len(actual), 'token')} that is not its request's"
         + (f", but that of request {other}" if other else ""),
-        kind="the prompt of another request" if other else "a prompt that is no request's",
+        kind="the prompt of another request" if other else "a prompt that belongs to no request",
         expected=(
             f"the {count(len(expected), 'token')} of the request's prompt:"
             f" {window(expected, position)}"
@@ -326,8 +326,8 @@ def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
         ):
             position = _first_difference(expected, actual)
             out.finding(
-                f"Turn {number} of the environment is not what it said",
-                kind="a turn of the environment is not what it said",
+                f"Turn {number} of the environment was changed",
+                kind="a turn of the environment was changed",
                 expected=f"{count(len(expected), 'token')}: {window(expected, position)}",
                 observed=f"{count(len(actual), 'token')}: {window(actual, position)}",
                 where=view.place(

@@ -120,7 +120,7 @@ class WeightsUpdatesDoNotInterleave(_SimultaneousUpdates):
         # interleaving.
         if session.resumed_early is not None and session.loaded is not None and not self.skewed:
             out.finding(
-                "two updates at once cut into each other",
+                "two concurrent updates overlap",
                 expected=(
                     f"{event.server_id} stays paused until both updates have loaded their weights"
                 ),

@@ -461,7 +461,7 @@ class TestEnvironmentTokens:
     def test_a_garbled_turn_is_found(self) -> None:
         """Tool output that was retokenised."""
         finding = finds(self.ID, self._story((91, 99, 93)))
-        assert "Turn 0 of the environment is not what it said" == finding.title
+        assert "Turn 0 of the environment was changed" == finding.title
         assert ("3 tokens: [91, 92, 93]", "3 tokens: [91, 99, 93]") == (
             finding.expected,
             finding.observed,
