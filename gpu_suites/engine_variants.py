@@ -305,8 +305,8 @@ def gap_engine(engine: str, settings: EngineSettings) -> EngineSubject:
     """Return the adapter of an engine for the gap: ``settings`` with those of every GPU run."""
     module, _, attribute = REAL[engine].adapter.partition(":")
     extra: dict[str, Scalar] = {**_BASE[engine], **_own(engine), **settings.extra}
-    # the adapter is imported by name: it needs nothing of the engine in this interpreter
     own = replace(settings, kv_tokens=settings.kv_tokens or KV_TOKENS, extra=extra)
+    # an adapter needs nothing of its engine, which may be in another interpreter
     made: EngineSubject = getattr(importlib.import_module(module), attribute)(own)
     return made
 

@@ -200,11 +200,9 @@ class FakeServer:
 
 
 async def _complete(started: bool, scope: Scope, receive: Receive, send: Send) -> None:
-    """Complete the answer to a client that has gone.
-
-    Where several requests came at once, uvicorn notices that of the last one only, and would log an
-    error for an answer that is not complete.
-    """
+    """Complete the answer to a client that has gone."""
+    # of several requests that came at once uvicorn notices only that the last one's client left,
+    # and it would log an error for an answer that is not complete
     if started:
         with suppress(RuntimeError):  # less than the declared length
             await send({"type": "http.response.body", "body": b""})

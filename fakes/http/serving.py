@@ -248,10 +248,9 @@ class _ByPort:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals alone: uvicorn raises them again when it is done, which would
-    end the process before its trace is written.
-    """
+    """A server that leaves signals alone."""
 
+    # uvicorn raises them again when it is done, which ends the process before its trace is written
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

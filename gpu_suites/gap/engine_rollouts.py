@@ -138,7 +138,8 @@ def units_of(samples: Sequence[Sample]) -> Iterator[Unit]:
                     ids=ids,
                     start=sent + segment.start,
                     end=sent + segment.end,
-                    # the last token was not forwarded when the next one was not sampled
+                    # without the row of the last token: only a later segment can forward it, under
+                    # other weights
                     routes=segment.routes[: len(ids) - 1],
                 )
 
@@ -292,7 +293,6 @@ def _joined(
     tokens: tuple[int, ...] = ()
     logprobs: list[LogprobArray] = []
     for output, version in calls:
-        # the call was aborted before its first token
         if not output.token_ids:
             continue
         routes, own = _routes_and_logprobs(contract, output, number)

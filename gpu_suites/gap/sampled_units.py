@@ -135,7 +135,7 @@ class Rollouts:
                 sample(engine, prompts, tokens=TOKENS), engine, PATIENCE, "sampling"
             )
         }
-        # the engine goes from A to B, and with the next kind back again
+        # one engine serves all kinds: each begins with the weights that the last one ended with
         served = ["A", "B"]
         for kind, mode in ACROSS[name].items() if self.across else ():
             # a cached prefix would be of the weights before the last update

@@ -60,7 +60,6 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         {gpu["index"]: gpu for run in runs for gpu in run["machine"]["gpus"]}.values()
     )
     machine["gpus"].sort(key=lambda gpu: gpu["index"])
-    # a later run of the same subject replaces the earlier one
     suites = {(suite["kind"], suite["subject"]): suite for run in runs for suite in run["suites"]}
     cells = {
         (cell["engine"], cell["trainer"], cell["dtype"], cell["about"]): cell

@@ -131,7 +131,6 @@ def to_mask(values: Any) -> BoolArray:
         raise GapError(
             f"mask must hold true and false, or 0 and 1: {one_line(str(error))}."
         ) from error
-    # loss weights are a common mistake for a mask
     if not np.isin(numbers, (0.0, 1.0)).all():
         raise GapError(
             "mask must hold true and false, or 0 and 1: other weights would change what the"

@@ -285,6 +285,7 @@ class Layout:
         columns, top_k)`` per sample; columns of dense layers are 0. Raises ``LayoutError`` if a
         rank or a layer is missing, or if ranks disagree.
         """
+        # SGLang and vLLM, too, leave columns of dense layers at zero
         out = [np.zeros((length, self.columns, self.top_k), dtype=np.int64) for length in lengths]
         for layer in self.moe:
             pp, chunk, _ = self.stage_of(layer)

@@ -348,11 +348,8 @@ def preload_modules(*names: str) -> None:
 
 @contextmanager
 def _server_environment() -> Iterator[None]:
-    """Start a fork server in here: it inherits what this process has now.
-
-    CUDA must stay hidden from what it imports, and its OpenMP must start no threads, which a fork
-    would lose.
-    """
+    """Start a fork server in here: it inherits what this process has now."""
+    # CUDA must stay hidden from what it imports, and OpenMP start no threads: a fork loses them
     before = {name: os.environ.get(name) for name in _ON_CPUS}
     folder = tempfile.tempdir
     os.environ.update(_ON_CPUS)
@@ -476,11 +473,9 @@ def _join(number: int, start: _Start) -> Callable[[Any], Any]:
 
 
 def _share_device() -> None:
-    """Let all gloo groups of this process share one device.
-
-    torch gives each group its own, whose thread looks for messages a hundred times a second for as
-    long as it lives: Megatron's thirty groups of four idle ranks take an eighth of a core.
-    """
+    """Let all gloo groups of this process share one device."""
+    # torch gives each group its own, whose thread looks for messages a hundred times a second for
+    # as long as it lives: Megatron's thirty groups of four idle ranks take an eighth of a core
     from torch.distributed import distributed_c10d
 
     own: Any = distributed_c10d.ProcessGroupGloo

@@ -415,9 +415,7 @@ class PendingEvents:
 
     Args:
         ready: gets this object once for each event.
-        newest_only: an event replaces one that waits. SGLang does so where each event has all
-            tokens so far (``_wait_one_response`` of its tokenizer_manager.py): thousands that wait
-            for a slow reader would take hundreds of megabytes.
+        newest_only: an event replaces one that waits.
     """
 
     def __init__(self, ready: asyncio.Queue[PendingEvents | None], *, newest_only: bool) -> None:
@@ -429,6 +427,8 @@ class PendingEvents:
 
     def put(self, event: bytes) -> None:
         """Add an event."""
+        # as SGLang's _wait_one_response (tokenizer_manager.py) where each event has all tokens so
+        # far: thousands that wait for a slow reader would take hundreds of megabytes
         if self._newest_only and self._events:
             self._events[0] = event
             return

@@ -44,7 +44,6 @@ __all__ = ["COLOURS", "Plot", "draw_localisation", "draw_plots", "style"]
 
 # A mean |d| or k3 below this is rounding, and would stretch a log scale over empty decades
 _NEGLIGIBLE = 1e-12
-# What the buckets of each name are by
 _NAMES: Mapping[str, str] = {
     "staleness": "age of the weights, in versions",
     "since_resume": "tokens since a resume",

@@ -96,7 +96,7 @@ def localise(
             if replay and other.replay is not None and base.routes is not None
             else {}
         )
-    # half of a unit in the last place, of the coarser precision
+    # rounding errs by up to half a unit in the last place
     unit = max(torch.finfo(kind).eps / 2 for kind in (trusted.dtype, other.dtype))
     sites = [
         _site_gap(base, site, alone[site], rounding, unit, led, carried, replayed)

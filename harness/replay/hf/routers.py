@@ -211,9 +211,9 @@ def _text_config(module: nn.Module) -> Any | None:
 
 
 def _refuse_compiled(model: nn.Module, routers: list[Router]) -> None:
-    """Code that was traced before may not call a router that is exchanged later; whether it does
-    depends on its guards.
-    """
+    """Raise ``RouterError`` for a model that is compiled with its routers."""
+    # code that was traced before may not call a router that is exchanged later: that depends on its
+    # guards
     around = {
         path
         for router in routers

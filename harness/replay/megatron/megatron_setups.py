@@ -173,6 +173,8 @@ class Setup:
         )
 
 
+# If padding and final tokens execute a filler, experts multiply other numbers of rows than
+# natively, and the last bits differ: hence the tolerances.
 _TERMS: Mapping[tuple[ReplayCodeName, ReplayMode], Mapping[str, Any]] = {
     (ReplayCodeName.CORE, ReplayMode.R3): {
         "free_rows": "dummy",
@@ -194,11 +196,7 @@ _TERMS: Mapping[tuple[ReplayCodeName, ReplayMode], Mapping[str, Any]] = {
     },
     (ReplayCodeName.SKYRL, ReplayMode.R3): {"free_rows": "dummy", "tolerance": 1e-4},
 }
-"""What the replay codes promise.
-
-If padding and final tokens execute a filler, experts multiply other numbers of rows than natively,
-and the last bits differ: hence the tolerances.
-"""
+"""What the replay codes promise."""
 
 UNSUPPORTED: Mapping[str, Mapping[str, Any]] = {
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
