@@ -60,7 +60,7 @@ def bound_socket(port: int = 0) -> socket.socket:
     # asyncio sets TCP_NODELAY only on sockets that name their protocol; without it the events of a
     # stream wait 40 ms for each other
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    # or a server that is started again meets its own connections in TIME_WAIT
+    # or a server that is started again could not bind while old connections are in TIME_WAIT
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("127.0.0.1", port))

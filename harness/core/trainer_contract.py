@@ -79,6 +79,7 @@ def trainer_contract(
         resume=ResumeBy.NONE,
         versions=Versions.NONE,
         logprobs=Logprobs.NONE,
+        # a trainer makes no engine calls, which these fields are about
         abort_surfaces=False,
         kv_policy=KvPolicy.RECOMPUTE,
         replay=own,

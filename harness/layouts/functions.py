@@ -114,7 +114,8 @@ def _recorded(call: Call) -> dict[tuple[Any, int], dict[int, IntArray]]:
 
 
 def _values(call: Call) -> dict[str, Any]:
-    order = [*range(1, len(call.lengths)), 0]  # no permutation that is its own inverse
+    # not its own inverse: permuting where the inverse is needed must show
+    order = [*range(1, len(call.lengths)), 0]
     indexes = [part.tolist() for part in np.array_split(order, call.parts)]
     payloads = call.payloads()
     return {"values": [[payloads[i] for i in part] for part in indexes], "indexes": indexes}

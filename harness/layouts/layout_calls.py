@@ -73,6 +73,7 @@ class Call:
     def tokens(self) -> list[IntArray]:
         """Return one ``(tokens,)`` per sample: ids that encode sample and position, never 0."""
         return [
+            # 0 is what padding usually holds
             np.arange(length, dtype=np.int64) + 1 + i * self.coding.positions
             for i, length in enumerate(self.lengths)
         ]

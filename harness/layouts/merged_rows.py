@@ -84,6 +84,7 @@ def joined_segments(
             # the first call has the row of the weights that sampled the token (verl#6046)
             if latest or segment.start + i not in rows:
                 rows[segment.start + i] = (row, segment.version)
+    # closing a gap would move every later row to another token
     if sorted(rows) != list(range(len(rows))):
         raise LayoutError(
             f"The segments have positions {sorted(rows)[:8]}...: a call's rows are missing. Do not"

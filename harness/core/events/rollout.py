@@ -78,6 +78,7 @@ class Call(Event):
     want_logprobs: bool = True
     routes_start: int = 0
     stream: StreamMode | None = None
+    # requests that share a prompt (n > 1) cannot always be distinguished, and nothing is guessed
     candidates: tuple[str, ...] = ()
 
 
@@ -181,6 +182,7 @@ class Pause(Event):
     server_id: str
     mode: PauseMode
     clear_cache: bool = False
+    # an engine may acknowledge a pause and go on sampling (sglang#24445)
     progress: Mapping[int, int] | None = None
 
 
@@ -208,6 +210,7 @@ class Weights(Event):
     server_id: str
     version: Version
     label: Version
+    # vLLM and SGLang publish labels by endpoints of their own, which load nothing
     loaded: bool = True
     identity: bool = False
     flushed: bool = False
