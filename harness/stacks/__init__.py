@@ -187,7 +187,7 @@ def _look_up(
         return version, None
     if checkout is None:
         raise StackError(
-            f"{name} is on no package index: it is judged from a checkout, `--stack {name}"
+            f"{name} is not on a package index, so it is judged from a checkout, `--stack {name}"
             f" --checkout DIR`. Run:\n  {release.install(requested)}"
         )
     folder = Path(checkout).expanduser()
@@ -213,7 +213,7 @@ def _refuse_another_checkout(name: str, release: Release, folder: Path | None) -
     other = None if folder is None else imported_from(folder, release)
     if other is not None:
         raise StackError(
-            f"{name} is imported from {other} already, not from {folder}: judge each checkout in a"
+            f"{name} is already imported from {other}, not from {folder}: judge each checkout in a"
             " process of its own."
         )
 

@@ -157,7 +157,7 @@ def checked_out(folder: Path, release: Release) -> str:
     ``<commit>+changed``.
 
     Raises:
-        StackError: The folder is no checkout of ``release``.
+        StackError: The folder is not a checkout of ``release``.
     """
     if not folder.is_dir():
         raise StackError(
@@ -166,7 +166,7 @@ def checked_out(folder: Path, release: Release) -> str:
         )
     if not (folder / release.module_file).is_file():
         raise StackError(
-            f"--checkout {folder} is no checkout of {release.stack}: it has no"
+            f"--checkout {folder} is not a checkout of {release.stack}: it has no"
             f" {release.module_file}. Name the folder that git made from {release.repository}."
         )
     # first on the path: an installed release of the same name must not be judged instead

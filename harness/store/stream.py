@@ -157,7 +157,7 @@ class Stream:
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.episodes = self.events = 0
-        self.state = State()
+        self.state: State = State()
         self._path = path
         self._source = _Source(file)
         self._closed = False
@@ -209,8 +209,8 @@ class Stream:
             state = State.read(body, checksum)
             if state.batches != self.state.batches + 1:
                 raise TraceError(
-                    f"batch {state.batches} stands where batch {self.state.batches + 1} should:"
-                    " batches were cut out, doubled or moved"
+                    f"batch {state.batches} follows batch {self.state.batches}: batches were"
+                    " removed, duplicated or moved"
                 )
             self.state = state
             return _batch(message)
@@ -301,9 +301,7 @@ class Stream:
         if number != str(SCHEMA):
             if number.isdecimal() and len(number) < 10 and int(number) > SCHEMA:
                 raise TraceVersionError(f"{self._path}: {newer_schema(int(number), made_by)}")
-            raise TraceError(
-                f"{self._path} says that it has schema {show(number)}, which never was."
-            )
+            raise TraceError(f"{self._path} declares schema {show(number)}, which does not exist.")
         if not found.equals(schema()):
             raise TraceError(
                 f"{self._path} has other columns than a trace of schema {SCHEMA}: it is damaged, or"

@@ -14,7 +14,7 @@ from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.batch.batch_rows import Conversion, Placed, Places, batch_check
 from rollproof.invariants.routes.comparison import is_filler
 from rollproof.invariants.routes.route_phrases import has_routes
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -329,7 +329,7 @@ class BatchMixed(EventCheck):
                 )
 
 
-batch_mixed = trace_check(
+batch_mixed: Check = trace_check(
     "batch.mixed",
     promise=(
         "A sample without routes does not remove the routes of others and gets none; or the"

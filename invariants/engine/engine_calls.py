@@ -10,7 +10,7 @@ from rollproof.core.events.rollout import Abort, Call, Chunk, Fault, Pause, Repl
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants.engine.engine_replies import refusal_of
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -317,7 +317,7 @@ def pauses(contract: Contract) -> str | None:
     )
 
 
-engine_answers = trace_check(
+engine_answers: Check = trace_check(
     "engine.answers",
     promise=(
         "Every call, even an aborted one, gets one reply; none ends by length before its"
@@ -327,7 +327,7 @@ engine_answers = trace_check(
     exercised_by="calls",
     about="engines",
 )(EngineAnswers)
-engine_refusals = trace_check(
+engine_refusals: Check = trace_check(
     "engine.refusals",
     promise=("A call that cannot be served is answered as declared, and no other call is refused."),
     needs=(
@@ -337,7 +337,7 @@ engine_refusals = trace_check(
     exercised_by="calls that cannot be served",
     about="engines",
 )(EngineRefusals)
-engine_paused_calls = trace_check(
+engine_paused_calls: Check = trace_check(
     "engine.paused-calls",
     promise=(
         "A call sent to a paused engine is parked, rejected or refused, as declared; if it is"

@@ -22,7 +22,7 @@ from rollproof.invariants.engine.independent_forward import (
     readable,
 )
 from rollproof.invariants.routes.route_phrases import has_routes
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -431,7 +431,7 @@ def _has_spans(contract: Contract) -> str | None:
 
 
 _REPLIES = "the replies of an engine"
-engine_rows = trace_check(
+engine_rows: Check = trace_check(
     "engine.rows",
     promise=("A reply has one row per forwarded token from its offset on, however the call ended."),
     needs=_REPLIES + " with routes",
@@ -439,7 +439,7 @@ engine_rows = trace_check(
     applies=has_routes,
     about="engines",
 )(EngineRows)
-engine_parts = trace_check(
+engine_parts: Check = trace_check(
     "engine.parts",
     promise=("A reply has the parts that the engine declares for the end of its call."),
     needs=_REPLIES,
@@ -450,7 +450,7 @@ engine_parts = trace_check(
     ),
     about="engines",
 )(EngineParts)
-engine_spans = trace_check(
+engine_spans: Check = trace_check(
     "engine.spans",
     promise="The version spans of a reply follow one another from its first token to its last.",
     needs=_REPLIES + " with spans",
@@ -458,7 +458,7 @@ engine_spans = trace_check(
     applies=_has_spans,
     about="engines",
 )(EngineSpans)
-engine_opt_in = trace_check(
+engine_opt_in: Check = trace_check(
     "engine.opt-in",
     promise=("Routes are in the replies to the calls that requested them, as the engine declares."),
     needs=_REPLIES,
@@ -466,7 +466,7 @@ engine_opt_in = trace_check(
     applies=has_routes,
     about="engines",
 )(EngineOptIn)
-engine_stream = trace_check(
+engine_stream: Check = trace_check(
     "engine.stream",
     promise=(
         "The chunks of a stream make up the reply: every token once, one end, the routes on"
@@ -477,7 +477,7 @@ engine_stream = trace_check(
     applies=_streams,
     about="engines",
 )(EngineStream)
-engine_identity = trace_check(
+engine_identity: Check = trace_check(
     "engine.identity",
     promise=(
         "After an update to equal weights, the same call has the same tokens, logprobs and rows"

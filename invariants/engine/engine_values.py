@@ -24,7 +24,7 @@ from rollproof.invariants.engine.independent_forward import (
     readable,
 )
 from rollproof.invariants.routes.route_phrases import has_routes
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -313,7 +313,7 @@ def _has_logprobs(contract: Contract) -> str | None:
 _NEEDS = (
     "replies, and the independent forward pass of each version that was served (Reference events)"
 )
-engine_routes = trace_check(
+engine_routes: Check = trace_check(
     "engine.routes",
     promise=(
         "Every row that an engine returns is the choice of its weights for that token, as an"
@@ -324,7 +324,7 @@ engine_routes = trace_check(
     applies=has_routes,
     about="engines",
 )(EngineRoutes)
-engine_order = trace_check(
+engine_order: Check = trace_check(
     "engine.order",
     promise="The experts of a row are in the order of their scores.",
     needs=_NEEDS,
@@ -332,7 +332,7 @@ engine_order = trace_check(
     applies=has_routes,
     about="engines",
 )(EngineOrder)
-engine_logprobs = trace_check(
+engine_logprobs: Check = trace_check(
     "engine.logprobs",
     promise=(
         "Every logprob that an engine returns is that of its weights for that token, as an"
@@ -343,7 +343,7 @@ engine_logprobs = trace_check(
     applies=_has_logprobs,
     about="engines",
 )(EngineLogprobs)
-engine_logprob_mode = trace_check(
+engine_logprob_mode: Check = trace_check(
     "engine.logprob-mode",
     promise=(
         "At a temperature, logprobs are of the declared mode: of the model's distribution, or"

@@ -13,7 +13,7 @@ from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Abort, Call, Reply, Result, Submit, Update, UpdatePhase
 from rollproof.invariants._shared.event_check import EventCheck, remember
 from rollproof.invariants._shared.phrases import count
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -143,7 +143,7 @@ class LifecycleEndSparesOthers(EventCheck):
         }
 
 
-lifecycle_end_spares_others = trace_check(
+lifecycle_end_spares_others: Check = trace_check(
     "lifecycle.end-spares-others",
     promise="The end of a request does not abort the calls of other requests.",
     needs=(

@@ -27,7 +27,7 @@ from rollproof.invariants._shared.event_check import (
     case_option,
     remember,
 )
-from rollproof.judging.checks import Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import Attempt, RequestView
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class LifecycleAbortHitsTarget(EventCheck):
                 )
 
 
-lifecycle_abort_hits_target = trace_check(
+lifecycle_abort_hits_target: Check = trace_check(
     "lifecycle.abort-hits-target",
     promise="An abort of one id ends the calls of that id and no others.",
     needs="Abort events that name an id, with calls in flight",
@@ -285,7 +285,7 @@ class LifecycleAbortKeepsTokens(EventCheck):
             )
 
 
-lifecycle_abort_keeps_tokens = trace_check(
+lifecycle_abort_keeps_tokens: Check = trace_check(
     "lifecycle.abort-keeps-tokens",
     promise="An aborted call returns every token that it had sampled.",
     needs="progress of the call at a Pause, Weights or Resume event, or its true_tokens",
@@ -351,7 +351,7 @@ class LifecycleAbortEndsCall(EndAwareCheck):
             )
 
 
-lifecycle_abort_ends_call = trace_check(
+lifecycle_abort_ends_call: Check = trace_check(
     "lifecycle.abort-ends-call",
     promise="An aborted call ends: its caller gets a reply, and nothing is left running.",
     needs="Abort events that hit calls, in a trace that runs to its end or hangs",

@@ -16,7 +16,7 @@ from rollproof.invariants._shared.event_check import (
     remember,
 )
 from rollproof.invariants._shared.phrases import count
-from rollproof.judging.checks import Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class LifecycleEndsOnce(EndAwareCheck):
                 out.absent("the trace ends while requests are open, and may have been cut there")
 
 
-lifecycle_ends_once = trace_check(
+lifecycle_ends_once: Check = trace_check(
     "lifecycle.ends-once",
     promise="Every submitted request ends exactly once.",
     needs="Submit and Result events, in a trace that runs to its end",
@@ -208,7 +208,7 @@ class LifecycleNoErrorWithoutFault(EventCheck):
         )
 
 
-lifecycle_no_error_without_fault = trace_check(
+lifecycle_no_error_without_fault: Check = trace_check(
     "lifecycle.no-error-without-fault",
     promise="A request ends with an error only after a fault that concerned it.",
     needs="Result, Fault and Call events",
@@ -258,7 +258,7 @@ class LifecycleCountersReturn(EndAwareCheck):
                 )
 
 
-lifecycle_counters_return = trace_check(
+lifecycle_counters_return: Check = trace_check(
     "lifecycle.counters-return",
     promise="Every counter of the stack has the same value at the end as at the start.",
     needs="Gauge events at start and end",
@@ -360,7 +360,7 @@ class LifecycleSurvivesDeath(EventCheck):
         )
 
 
-lifecycle_survives_death = trace_check(
+lifecycle_survives_death: Check = trace_check(
     "lifecycle.survives-death",
     promise=(
         "When a server dies, its requests end with a rollout or an explicit error, and tokens that"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollproof.core.events.rollout import Abort, Admit, Call, Fault, Reply, Result, Submit
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.event_check import EventCheck, RecentItems, case_option, remember
-from rollproof.judging.checks import Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class LifecycleNoOrphanCalls(EventCheck):
         )
 
 
-lifecycle_no_orphan_calls = trace_check(
+lifecycle_no_orphan_calls: Check = trace_check(
     "lifecycle.no-orphan-calls",
     promise="When a request has ended, no engine keeps running its calls.",
     needs="Admit, Reply and Result events",
@@ -155,7 +155,7 @@ class LifecycleNoCallAfterEnd(EventCheck):
             )
 
 
-lifecycle_no_call_after_end = trace_check(
+lifecycle_no_call_after_end: Check = trace_check(
     "lifecycle.no-call-after-end",
     promise="No call is made for a request that has ended.",
     needs="Call and Result events",

@@ -21,7 +21,7 @@ from rollproof.invariants._shared.delivery import (
 from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import call_name, count, listing, share
 from rollproof.invariants.stitch.attempts import not_resumed
-from rollproof.judging.checks import Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, request_check, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -545,7 +545,7 @@ class StitchBudgetUsed(EventCheck):
         )
 
 
-stitch_budget_used = trace_check(
+stitch_budget_used: Check = trace_check(
     "stitch.budget-used",
     promise="Samples that end by length do not all end one token before their budget.",
     needs=(

@@ -26,7 +26,7 @@ from rollproof.core.records import FinishReason, Rollout, Version
 from rollproof.invariants._shared.event_check import EventCheck, remember
 from rollproof.invariants.lifecycle.aborts import no_partial_flag, partial_is_off
 from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -97,7 +97,7 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
             )
 
 
-weights_no_admission_while_paused = trace_check(
+weights_no_admission_while_paused: Check = trace_check(
     "weights.no-admission-while-paused",
     promise="Between the acknowledgement of a pause and the resume, a server admits no call.",
     needs="Call, Admit, Pause and Resume events of the servers",
@@ -178,7 +178,7 @@ class WeightsNoTokenWhilePaused(EventCheck):
                 )
 
 
-weights_no_token_while_paused = trace_check(
+weights_no_token_while_paused: Check = trace_check(
     "weights.no-token-while-paused",
     promise="A call frozen by a pause samples no token until its server is resumed.",
     needs="progress of the calls in flight at Pause, and at Weights, Resume or the reply",
@@ -275,7 +275,7 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
             )
 
 
-weights_label_only_keeps_calls = trace_check(
+weights_label_only_keeps_calls: Check = trace_check(
     "weights.label-only-keeps-calls",
     promise="Publishing only a version label aborts no call in flight.",
     needs="Weights events with loaded=False, and the Abort events of the servers",
@@ -352,7 +352,7 @@ class WeightsStalenessBound(EventCheck):
         )
 
 
-weights_staleness_bound = trace_check(
+weights_staleness_bound: Check = trace_check(
     "weights.staleness-bound",
     promise=(
         "No token of a delivered sample is older than max_staleness weight updates at delivery."
@@ -472,7 +472,7 @@ class WeightsOneVersionPerSample(EventCheck):
         return self._equal.get(version, version)
 
 
-weights_one_version_per_sample = trace_check(
+weights_one_version_per_sample: Check = trace_check(
     "weights.one-version-per-sample",
     promise=(
         "With partial rollout off, every turn of a delivered sample is sampled by one weight"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rollproof.core.events.rollout import Admit, Fault, Update, UpdatePhase, Weights
 from rollproof.core.records import Version
 from rollproof.invariants._shared.event_check import EndAwareCheck
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -151,13 +151,13 @@ class WeightsNoFailureWithoutFault(EndAwareCheck):
             self._broken = True
 
 
-weights_no_failure_without_fault = trace_check(
+weights_no_failure_without_fault: Check = trace_check(
     "weights.no-failure-without-fault",
     promise="A labelled weight update fails only if a server or a transfer did.",
     needs="Update and Fault events",
     exercised_by="updates while nothing was broken",
 )(WeightsNoFailureWithoutFault)
-weights_update_loads = trace_check(
+weights_update_loads: Check = trace_check(
     "weights.update-loads",
     promise="A weight update that has ended has brought its weights to the servers.",
     needs="Update events, and the Weights and Admit events of the servers",

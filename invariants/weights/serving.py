@@ -13,7 +13,7 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Admit, Call, Fault, Reply, Submit, Weights
 from rollproof.core.records import Span, Version
 from rollproof.invariants._shared.event_check import EventCheck, case_option, remember
-from rollproof.judging.checks import Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class WeightsServedAfterUpdate(_Serving):
             position = epoch
 
 
-weights_served_after_update = trace_check(
+weights_served_after_update: Check = trace_check(
     "weights.served-after-update",
     promise="A call that a server admits after a weight update is sampled by the new weights.",
     needs="Weights events, and replies that say which weights sampled (true_tokens)",
@@ -273,7 +273,7 @@ class WeightsNoStaleCache(_Serving):
                 return
 
 
-weights_no_stale_cache = trace_check(
+weights_no_stale_cache: Check = trace_check(
     "weights.no-stale-cache",
     promise=(
         "After an update no forward pass reads KV that older weights wrote (kv_policy=recompute)."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.events.rollout import Fault, Pause, Resume, Submit, Weights
 from rollproof.invariants._shared.event_check import EventCheck, case_actions
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -31,7 +31,7 @@ class _SimultaneousUpdates(EventCheck):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self.overlapped: set[str] = set()
-        self.skewed = bool(case_actions(context.header, "skew"))
+        self.skewed: bool = bool(case_actions(context.header, "skew"))
         self._synced_twice = bool(case_actions(context.header, "sync-twice"))
         self._paused: set[str] = set()
         self._loads: dict[str, int] = {}
@@ -141,7 +141,7 @@ class WeightsUpdatesDoNotInterleave(_SimultaneousUpdates):
             del self._sessions[event.server_id]
 
 
-weights_updates_do_not_interleave = trace_check(
+weights_updates_do_not_interleave: Check = trace_check(
     "weights.updates-do-not-interleave",
     promise=(
         "Of two updates at once, neither resumes a server that the other has paused and not"
@@ -198,7 +198,7 @@ class WeightsNewestUpdateStays(_SimultaneousUpdates):
             )
 
 
-weights_newest_update_stays = trace_check(
+weights_newest_update_stays: Check = trace_check(
     "weights.newest-update-stays",
     promise="Of two updates at once, the newer weights are served in the end.",
     needs="Weights events of two updates that overlap, with numbered versions",
@@ -250,7 +250,7 @@ class WeightsOneLoadPerVersion(EventCheck):
             )
 
 
-weights_one_load_per_version = trace_check(
+weights_one_load_per_version: Check = trace_check(
     "weights.one-load-per-version",
     promise="A server loads each published version once.",
     needs="Weights events",

@@ -8,7 +8,7 @@ from rollproof.core.events.rollout import Call, Fault, Pause, Resume, Submit, We
 from rollproof.core.records import Version
 from rollproof.invariants._shared.event_check import EndAwareCheck, case_actions
 from rollproof.invariants.weights import update_races
-from rollproof.judging.checks import Collector, trace_check
+from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
@@ -57,7 +57,7 @@ class WeightsUpdatesEnd(EndAwareCheck):
             )
 
 
-weights_updates_end = trace_check(
+weights_updates_end: Check = trace_check(
     "weights.updates-end",
     promise="Every weight update ends.",
     needs="Weights events, and Fault update-hung if one did not end",
@@ -164,7 +164,7 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
                 )
 
 
-weights_every_replica_updated = trace_check(
+weights_every_replica_updated: Check = trace_check(
     "weights.every-replica-updated",
     promise="When a weight update has ended, every live replica holds the new weights.",
     needs="Weights events of two or more servers, in a trace that runs to its end",
@@ -227,7 +227,7 @@ class WeightsEveryPauseResumes(EndAwareCheck):
             )
 
 
-weights_every_pause_resumes = trace_check(
+weights_every_pause_resumes: Check = trace_check(
     "weights.every-pause-resumes",
     promise="Every pause of a server ends with a resume.",
     needs="Pause and Resume events, in a trace that runs to its end or hangs",
@@ -299,7 +299,7 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
         )
 
 
-weights_failed_update_resumes = trace_check(
+weights_failed_update_resumes: Check = trace_check(
     "weights.failed-update-resumes",
     promise="A weight update that fails leaves no replica paused.",
     needs="an update procedure that gives up (Fault update-failure without a server)",

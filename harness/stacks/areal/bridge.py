@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
 from rollproof.stacks._support.http_fleet import HttpFleet
@@ -44,7 +45,7 @@ class BridgeSubject(StackSubject):
         # as in EngineSubject
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
-        self.contract = contract_of(fleet)
+        self.contract: Contract = contract_of(fleet)
         self._fleet = fleet
         self._http = HttpFleet(fleet)
         backend = self._areal.bridge_backends[engine_of(fleet)]

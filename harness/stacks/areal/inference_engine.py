@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
 from rollproof.stacks._support.http_fleet import HttpFleet
@@ -58,7 +59,7 @@ class EngineSubject(StackSubject):
         # AReaL's pause ends what runs; its client resumes it
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
-        self.contract = contract_of(fleet)
+        self.contract: Contract = contract_of(fleet)
         self._fleet = fleet
         self._http = HttpFleet(fleet)
         backend = self._areal.backends[engine_of(fleet)]()

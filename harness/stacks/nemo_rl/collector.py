@@ -97,7 +97,7 @@ class CollectorSubject(StackSubject):
         self._open_gate.set()
         self._threads = Threads()
         nemo.collector.asyncio = nemo.collector._threading = self._threads
-        self.contract = collected_contract(fleet)
+        self.contract: Contract = collected_contract(fleet)
 
     async def rollout(self, request: Request) -> CollectedGroup:
         """Run ``_process_batch`` until the group is in the buffer. Raises what the trainer's check

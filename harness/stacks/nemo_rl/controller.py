@@ -142,7 +142,7 @@ class ControllerSubject(StackSubject):
         self._labels: dict[int, int] = {0: fleet.case.first_version}
         self._version = 0
         self._update_lock = asyncio.Lock()
-        self.contract = rollout_contract(fleet)
+        self.contract: Contract = rollout_contract(fleet)
 
     async def rollout(self, request: Request) -> CommittedGroup | None:
         """Run ``generate_and_push`` once the gate is open, and fetch the group as the trainer does.

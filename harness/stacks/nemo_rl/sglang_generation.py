@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import MissingLogprobs, ResumeBy, Rows, Versions
+from rollproof.core.contract import Contract, MissingLogprobs, ResumeBy, Rows, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
 from rollproof.stacks._support.http_fleet import HttpFleet
@@ -50,7 +50,7 @@ class SglangSubject(StackSubject):
         self._client = self._nemo.sglang.HttpClient(None)
         self._running = 0
         self._idle = asyncio.Condition()
-        self.contract = client_contract(
+        self.contract: Contract = client_contract(
             fleet,
             rows=Rows.NONE,
             resume=ResumeBy.NONE,

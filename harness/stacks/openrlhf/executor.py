@@ -101,7 +101,7 @@ class ExecutorSubject(StackSubject):
         fleet.clear_cache = True
         self._engine = EngineActor(fleet)
         self._tokenizer = CallableTokenizer(eos_token_id=fleet.policy.eos_id)
-        self.contract = executor_contract(fleet, multi_turn=self._multi_turn)
+        self.contract: Contract = executor_contract(fleet, multi_turn=self._multi_turn)
 
     async def rollout(self, request: Request) -> StackOutput:
         """``execute``, with sampling parameters in which changes are noticed."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.core.contract import PartialOff, Versions
+from rollproof.core.contract import Contract, PartialOff, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.fakes.http.engine_backend import RoutesForm
@@ -110,7 +110,7 @@ class OrchestratorSubject(StackSubject):
         for task in self._running:
             task.add_done_callback(self._tasks.dispatcher_ended)
         # a branch of no tokens is no sample: the sink drops it
-        self.contract = branch_contract(
+        self.contract: Contract = branch_contract(
             fleet, versions=Versions.BOUNDS, partial_off=PartialOff.DROPPED
         )
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import ResumeBy, Rows, Versions
+from rollproof.core.contract import Contract, ResumeBy, Rows, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_tokens
 from rollproof.stacks._support.subjects import (
@@ -75,7 +75,7 @@ class WorkerSubject(StackSubject):
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._fleet = fleet
-        self.contract = client_contract(
+        self.contract: Contract = client_contract(
             fleet, rows=Rows.NONE, resume=ResumeBy.CLIENT, versions=Versions.NONE
         )
 

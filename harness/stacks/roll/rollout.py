@@ -103,7 +103,7 @@ class LoopSubject(StackSubject):
         )
         self._prompts = count()
         self._update_lock = asyncio.Lock()
-        self.contract = loop_contract(fleet)
+        self.contract: Contract = loop_contract(fleet)
 
     async def rollout(self, request: Request) -> StackOutput | None:
         """``_generate_and_reward`` in a context of the prompt. ``None``: the prompt was dropped."""

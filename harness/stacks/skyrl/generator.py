@@ -56,7 +56,7 @@ class GeneratorSubject(StackSubject):
         self._fleet = fleet
         self._host = SkyRLHost(fleet, self._skyrl)
         self._generator = self._make()
-        self.contract = generator_contract(fleet, self._skyrl)
+        self.contract: Contract = generator_contract(fleet, self._skyrl)
 
     async def rollout(self, request: Request) -> StackOutput:
         """Generate with an environment that gives the request's turns, and records them."""

@@ -98,7 +98,7 @@ class ClientSubject(StackSubject):
     def start(self, fleet: Fleet) -> None:
         """Make the client of the fleet's servers."""
         self._host = SkyRLHost(fleet, self._skyrl)
-        self.contract = skyrl_contract(fleet, self._skyrl)
+        self.contract: Contract = skyrl_contract(fleet, self._skyrl)
 
     async def rollout(self, request: Request) -> StackOutput:
         """``generate`` of a batch of one, with arguments in which changes are noticed."""

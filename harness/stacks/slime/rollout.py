@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.core.contract import PartialOff, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import Contract, PartialOff, Provenance, ResumeBy, Rows, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.stacks._support.http_fleet import HttpFleet
@@ -110,7 +110,7 @@ class PartialRollout(StackSubject):
         ):
             self._state = self._slime.rollout.GenerateState(self._args)
         self._between_rollouts = asyncio.Lock()
-        self.contract = client_contract(
+        self.contract: Contract = client_contract(
             fleet,
             rows=Rows.FORWARDED,
             resume=ResumeBy.CLIENT,

@@ -62,7 +62,7 @@ class LoopSubject(StackSubject):
         self._trainer = _Trainer(self)
         # TRL draws a seed for every call, and the trace records it
         random.seed(fleet.case.seed)
-        self.contract = loop_contract(fleet, multi_turn=self._multi_turn)
+        self.contract: Contract = loop_contract(fleet, multi_turn=self._multi_turn)
 
     async def rollout(self, request: Request) -> StackOutput | None:
         """Run the generate loop until its group is complete, then score that group."""

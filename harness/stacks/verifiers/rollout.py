@@ -129,7 +129,7 @@ class RolloutSubject(StackSubject):
             base_url=http.router + "/v1", api_key_var="ROLLPROOF_NO_KEY", renderer_model_name=MODEL
         )
         self._rollouts = TrainRollout(self._verifiers, fleet, config)
-        self.contract = branch_contract(fleet)
+        self.contract: Contract = branch_contract(fleet)
 
     async def rollout(self, request: Request) -> FinishedTrace:
         """All turns. Raises what verifiers raises."""

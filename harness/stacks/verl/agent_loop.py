@@ -47,7 +47,7 @@ class AgentLoopSubject(StackSubject):
         self._fleet = fleet
         self._host = VerlHost(fleet, self._verl, lambda request: request.budget)
         parser_of(self._verl.tool_parser, self._verl.function_call, PARSER)
-        self.contract = loop_contract(fleet, multi_turn=self._multi_turn)
+        self.contract: Contract = loop_contract(fleet, multi_turn=self._multi_turn)
 
     async def rollout(self, request: Request) -> StackOutput:
         """Run the loop over the request's prompt."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
@@ -108,7 +109,7 @@ class ClientSubject(StackSubject):
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._host = VerlHost(fleet, self._verl, lambda request: request.limit)
-        self.contract = verl_contract(fleet)
+        self.contract: Contract = verl_contract(fleet)
 
     async def rollout(self, request: Request) -> StackOutput:
         """``generate``, with arguments in which changes are noticed."""
