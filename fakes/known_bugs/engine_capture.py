@@ -160,10 +160,7 @@ class _StaleSlots(CodedPolicy):
     ) -> IntArray:
         # SGLang's HiCache loads KV back into other slots, and the rows do not move with it
         return super().routes_spans(
-            spans,
-            [*ids[:1], *(token + 1 for token in ids[1:])],
-            start,
-            stop,
+            spans, [*ids[:1], *(token + 1 for token in ids[1:])], start, stop
         )
 
 

@@ -54,8 +54,7 @@ class _ReplayZeroPadding(DenseFirst):
         right = super().targets(step, microbatch, rank, source, chunk)
         # equal ids collapse in the routing map, so these rows execute one expert
         return {
-            layer: np.where(source.filled[:, None], target, 0)
-            for layer, target in right.items()
+            layer: np.where(source.filled[:, None], target, 0) for layer, target in right.items()
         }
 
 
