@@ -39,7 +39,7 @@ def check_options(options: UserOptions) -> None:
 
         if not Path(options.model).is_dir():
             raise UsageError(
-                f"--rollproof-model {options.model} is no folder: name the one that holds the"
+                f"--rollproof-model {options.model} is not a folder: name the one that holds the"
                 " checkpoint's config.json."
             )
         if model_of(Path(options.model)) is None:

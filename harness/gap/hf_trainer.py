@@ -89,7 +89,7 @@ class HfTrainer:
             )
         if warm and self.temperature not in (None, warm[0]):
             raise GapError(
-                f"The trace's calls were sampled at temperature {listed}, and are to be scored at"
+                f"The trace's calls were sampled at temperature {listed}, but would be scored at"
                 f" {self.temperature:g}: those are different distributions. Leave the temperature"
                 " out to score at the calls' own."
             )
@@ -154,7 +154,7 @@ class HfTrainer:
             )
         if not Path(path).is_dir():
             raise GapError(
-                f"{path} is no folder: name a checkpoint of HF transformers (config.json and"
+                f"{path} is not a folder: name a checkpoint of HF transformers (config.json and"
                 " safetensors)."
             )
         kind = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)

@@ -136,8 +136,8 @@ def _mark(path: Path) -> bytes:
         raise GapError(f"There is no file {path}.")
     if not path.is_file():
         raise GapError(
-            f"{path} is no plain file (a pipe, a terminal or a device): Parquet is read from its"
-            " end, so write it to a file first."
+            f"{path} is not a regular file (but a pipe, a terminal or a device): Parquet is read"
+            " from its end, so write it to a file first."
         )
     try:
         # pyarrow raises UnicodeEncodeError for such names, far from here
@@ -261,7 +261,7 @@ def _flattened(columns: Mapping[str, Any], lists: set[str], path: Path) -> dict[
         if columns[name].null_count:
             row = int(np.argmax(columns[name].is_null().to_numpy(zero_copy_only=False)))
             raise GapError(
-                f"{path}: {name} holds no list in row {row}: write an empty one for a sequence"
+                f"{path}: {name} has no list in row {row}: write an empty one for a sequence"
                 " without tokens."
             )
     lengths = {
@@ -293,7 +293,7 @@ def _require_distinct_ids(column: Any, path: Path) -> None:
     if twice is not None:
         rows = [row for row, name in enumerate(ids) if name == twice][:2]
         raise GapError(
-            f"{path}: rows {rows[0]} and {rows[1]} both have the sequence_id {twice}: a row is a"
+            f"{path}: rows {rows[0]} and {rows[1]} both have the sequence_id {twice}: each row is a"
             " sequence, so give each sample its own id, such as prompt and number of the sample"
             " (or add position, if rows are parts of one sequence)."
         )

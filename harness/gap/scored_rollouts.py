@@ -556,7 +556,7 @@ def _check_scored(name: str, rollout: Rollout, scored: Any, version: Version) ->
         logprobs = np.asarray(result.logprobs, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise GapError(
-            f"The trainer's logprobs of rollout {name} are no numbers: {error}."
+            f"The trainer's logprobs of rollout {name} are not numbers: {error}."
         ) from error
     if logprobs.shape != (len(rollout.response_ids),):
         raise GapError(

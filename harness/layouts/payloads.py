@@ -39,9 +39,9 @@ class Coding:
             self.top_k < 2 or self.top_k > self.experts or cells > (self.experts - 1) ** 2
         ):
             raise LayoutError(
-                f"{self.experts} experts with top_k={self.top_k} cannot tell {self.samples} samples"
-                f" x {self.positions} positions x {self.columns} columns apart: use more experts,"
-                " fewer cells, or a side tensor (experts=0)."
+                f"{self.experts} experts with top_k={self.top_k} cannot distinguish"
+                f" {self.samples} samples x {self.positions} positions x {self.columns} columns:"
+                " use more experts, fewer cells, or a side tensor (experts=0)."
             )
 
     @property

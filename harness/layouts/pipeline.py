@@ -203,7 +203,7 @@ def operations(
     """
     if vpp > 1 and microbatches % pp:
         raise LayoutError(
-            f"{microbatches} microbatches are no multiple of pp={pp}, which interleaving needs."
+            f"{microbatches} microbatches are not a multiple of pp={pp}, which interleaving needs."
         )
     size = group or pp
     forward = schedule_table(microbatches, vpp, size if vpp > 1 else None)

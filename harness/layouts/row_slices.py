@@ -95,7 +95,7 @@ def _divides(cumulative: Indexes, multiple: int, name: str) -> None:
     bad = [int(length) for length in np.diff(cumulative) if length % multiple]
     if bad:
         raise LayoutError(
-            f"Padded sequences of {bad} rows are no multiples of {name} = {multiple}: align every"
+            f"Padded sequences of {bad} rows are not multiples of {name} = {multiple}: align every"
             " sequence before the slice."
         )
 

@@ -170,7 +170,7 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
         raise
     except BaseException as error:  # whatever a user's constructor raises
         raise_unless_outcome(error, label)
-        raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
+        raise SubjectError(f"{label} could not be created: {describe_error(error)}.") from error
     contract = getattr(subject, "contract", None)
     missing = [] if callable(getattr(subject, "run", None)) else ["a method `run(step, spy)`"]
     if not isinstance(contract, Contract) or contract.replay is None:

@@ -67,7 +67,7 @@ def _refuse_own_loop(error: BaseException, where: str) -> None:
     _close_unstarted(error)
     method = where.rpartition(".")[2]
     raise SubjectError(
-        f"{where} brings an event loop of its own ({text}). Make `{method}` async so that it runs"
+        f"{where} creates its own event loop ({text}). Make `{method}` async so that it runs"
         " on rollproof's loop, or record a real run with `rollproof.record(...)` and judge that."
     ) from error
 

@@ -32,7 +32,7 @@ def as_names(value: Any, argument: str) -> tuple[str, ...]:
     anything but strings.
     """
     if isinstance(value, str):
-        raise UsageError(f"{argument}={show(value)} is one text: write {argument}=[{show(value)}].")
+        raise UsageError(f"{argument}={show(value)} is a string: write {argument}=[{show(value)}].")
     try:
         names = tuple(value)
     except TypeError:
@@ -88,14 +88,13 @@ def as_cases(value: Any) -> list[Case]:
     cases = _listed(value, "cases must be a list of Case")
     if not cases:
         raise UsageError(
-            "cases holds no case, so nothing would be judged: leave it out to run the profile's"
-            " schedules."
+            "cases is empty, so nothing would be judged: omit it to run the profile's schedules."
         )
     for case in cases:
         if not isinstance(case, Case):
             raise UsageError(
-                f"cases must hold rollproof.Case, not {show(case)}; Case.from_dict reads the JSON"
-                " form."
+                f"cases must be rollproof.Case objects, not {show(case)}; Case.from_dict reads the"
+                " JSON form."
             )
     return cases
 
@@ -106,7 +105,7 @@ def as_checks(value: Any) -> list[Check]:
     for check in checks:
         if not isinstance(check, Check):
             raise UsageError(
-                f"checks must hold rollproof.Check, not {show(check)}; checks that rollproof has"
+                f"checks must hold rollproof.Check, not {show(check)}; rollproof's own checks"
                 " are chosen by id with `only`."
             )
     return checks

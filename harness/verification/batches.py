@@ -120,7 +120,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except Exception as error:
-        raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
+        raise SubjectError(f"{label} could not be created: {describe_error(error)}.") from error
     missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
     if missing or not isinstance(getattr(subject, "contract", None), Contract):
         raise SubjectError(

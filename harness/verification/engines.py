@@ -117,7 +117,7 @@ def run(factory: SubjectFactory, options: Options) -> Report:
     )
     if not isinstance(engine, str | EngineTarget):
         raise SubjectError(
-            f"An engine to be judged is a name or an EngineTarget, not {type(engine).__name__}."
+            f"engine must be a name or an EngineTarget, not {type(engine).__name__}."
         )
     if isinstance(engine, str):
         require_installed(engine)
@@ -126,7 +126,7 @@ def run(factory: SubjectFactory, options: Options) -> Report:
     only = [name for name in options.only if name in names]
     if options.only and not only:
         raise UsageError(
-            f"None of the checks {list(options.only)[:4]} judges engines; those that do are"
+            f"None of {list(options.only)[:4]} is a check of engines; the checks of engines are"
             f" {list(registry.ids)}."
         )
     return run_engine_conformance(

@@ -175,7 +175,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except Exception as error:
-        raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
+        raise SubjectError(f"{label} could not be created: {describe_error(error)}.") from error
 
 
 def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:

@@ -127,7 +127,7 @@ def run_conformance(
     flavour_names = None if flavours is None else as_names(flavours, "flavours")
     if flavour_names == ():
         raise UsageError(
-            "flavours names no engine flavour, so nothing would be judged: leave it out for all"
+            "flavours is empty, so nothing would be judged: omit it for all engine flavours"
             " that fit the contract."
         )
     folder = None if witness_dir is None else as_path(witness_dir, "witness_dir")
@@ -214,8 +214,8 @@ def cases_for(
     probed = probe(factory, flavours)
     if not probed:
         raise UsageError(
-            "No engine flavour fits the subject's contract (rows, layer axis, dtype): name the ones"
-            " that it speaks with `flavours`."
+            "No engine flavour fits the subject's contract (rows, layer axis, dtype): pass those"
+            " that it supports as `flavours`."
         )
     # Random cases are divided among the flavours, so that a subject with many takes no longer.
     share = max(1, settings.random_cases // len(probed)) if settings.random_cases else 0

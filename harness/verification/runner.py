@@ -234,7 +234,7 @@ class _Run:
         except BaseException as error:
             raise_unless_outcome(error, f"The constructor of {self.name}")
             raise SubjectError(
-                f"{self.name} could not be made: {describe_error(error)}."
+                f"{self.name} could not be created: {describe_error(error)}."
             ) from error
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
         if missing:

@@ -86,7 +86,7 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
             ["verify", "--subject", "broken:Subject"],
             "broken cannot be imported: RuntimeError: one two.",
         ),
-        (["verify", "--subject", "os.path:join"], "os.path:join could not be made: TypeError"),
+        (["verify", "--subject", "os.path:join"], "os.path:join could not be created: TypeError"),
         (
             ["verify", "--witness-dir", "plain/deep"],
             "Cannot write into plain/deep: Not a directory. Choose a folder that you may write to.",

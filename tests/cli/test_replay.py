@@ -117,7 +117,7 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--replay", "my_trainers"], "--replay 'my_trainers' must be written module:factory"),
         (["--replay", "my_trainers:Min"], "my_trainers has no 'Min'. Did you mean Mine"),
-        (["--replay", "my_trainers:unmade"], "unmade could not be made: OSError: no checkpoint"),
+        (["--replay", "my_trainers:unmade"], "unmade could not be created: OSError: no checkpoint"),
         (
             ["--replay", "my_trainers:NoTrainer"],
             "is no ReplaySubject: it needs a `contract` with replay terms",

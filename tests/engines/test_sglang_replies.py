@@ -174,9 +174,9 @@ def test_chunks_that_hold_what_is_new_make_the_whole_reply() -> None:
         ({"output_ids": [1]}, "not a finished reply of SGLang"),
         (reply(finish_reason=None), "not a finished reply of SGLang"),
         (reply(finish_reason={"type": "exploded"}), "not a finished reply of SGLang"),
-        (reply(routed_experts="AAAA"), "are no complete rows of 3 layers and 2 experts"),
-        (reply(routed_experts="not base64!"), "are no complete rows of 3 layers and 2 experts"),
-        (reply(routed_experts_dtype="int7"), "are no complete rows of 3 layers and 2 experts"),
+        (reply(routed_experts="AAAA"), "are not complete rows of 3 layers and 2 experts"),
+        (reply(routed_experts="not base64!"), "are not complete rows of 3 layers and 2 experts"),
+        (reply(routed_experts_dtype="int7"), "are not complete rows of 3 layers and 2 experts"),
     ],
 )
 def test_foreign_replies(bad: dict[str, Any], message: str) -> None:

@@ -442,7 +442,7 @@ def test_the_temperature_of_the_calls_is_that_of_the_scoring(tmp_path: Path) -> 
         (
             (0.7, 0.7),
             1.0,
-            "sampled at temperature 0.7, and are to be scored at 1: those are different",
+            "sampled at temperature 0.7, but would be scored at 1: those are different",
         ),
         (
             (0.7, 1.0),

@@ -446,7 +446,7 @@ def test_sides_of_other_sizes_are_refused() -> None:
     alien = Forward(
         model=other, run=lambda own: own(IDS.float()), size=96, rows=np.arange(96), name="alien"
     )
-    with pytest.raises(GapError, match="no site in common"):
+    with pytest.raises(GapError, match="no module in common"):
         localise(full, alien)
 
 

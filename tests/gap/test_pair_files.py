@@ -55,8 +55,8 @@ def test_two_rows_of_one_name_are_no_sequence(tmp_path: Path) -> None:
     with pytest.raises(
         GapError,
         match=(
-            "rows 0 and 1 both have the sequence_id 0: a row is a sequence, so give each sample its"
-            " own id"
+            "rows 0 and 1 both have the sequence_id 0: each row is a sequence, so give each sample"
+            " its own id"
         ),
     ):
         read_pairs(write(tmp_path, {**ROWS, "sequence_id": ids}))
@@ -73,7 +73,7 @@ def test_a_missing_list_is_told_with_its_row(tmp_path: Path, names: tuple[str, .
         name: [*column[:3], None, *column[4:]] if name in names else column
         for name, column in ROWS.items()
     }
-    with pytest.raises(GapError, match=f"{min(names)} holds no list in row 3: write an empty one"):
+    with pytest.raises(GapError, match=f"{min(names)} has no list in row 3: write an empty one"):
         read_pairs(write(tmp_path, rows))
 
 

@@ -195,7 +195,7 @@ def test_what_is_no_plain_file_is_told(tmp_path: Path) -> None:
     """A folder, a device and a path to nothing are each called what they are."""
     for path, words in (
         (tmp_path, "is a folder: name the file in it"),
-        (Path("/dev/null"), "is no plain file"),
+        (Path("/dev/null"), "is not a regular file"),
         (tmp_path / "x", "There is no file"),
     ):
         with pytest.raises(GapError, match=words):

@@ -343,7 +343,7 @@ def test_options_that_do_not_go_together(
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     """A path without a checkpoint is an error that names it."""
     pytest.importorskip("transformers", reason="a real trainer needs torch and transformers")
-    with pytest.raises(GapError, match="is no folder"):
+    with pytest.raises(GapError, match="is not a folder"):
         score_rollouts([_rollout()], HfTrainer(str(tmp_path / "nothing")))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(GapError, match="cannot be read"):

@@ -25,7 +25,7 @@ DENSE = {
     [
         (
             "--rollproof-model=nowhere",
-            "nowhere is no folder: name the one that holds the checkpoint's config.json.",
+            "nowhere is not a folder: name the one that holds the checkpoint's config.json.",
         ),
         ("--rollproof-model=empty", "empty"),
         ("--rollproof-model=dense", "dense has no experts: there is no routing to replay."),

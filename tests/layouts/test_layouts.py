@@ -253,7 +253,7 @@ def test_a_padded_batch_is_flattened_after_its_slices() -> None:
         (lambda: moe_layers(3, [1, 0]), "must have one 0 or 1 for each of 3 layers"),
         (
             lambda: zigzag_rows(np.array([0, 6]), 2, 0),
-            r"Padded sequences of \[6\] rows are no multiples of 2 \* cp = 4",
+            r"Padded sequences of \[6\] rows are not multiples of 2 \* cp = 4",
         ),
         (lambda: contiguous_rows(5, 2, 0), "5 packed rows do not divide over 2 ranks"),
         (lambda: packed([5], np.array([0, 4])), r"Sequences of \[5\] tokens do not fit"),
@@ -276,8 +276,11 @@ def test_a_padded_batch_is_flattened_after_its_slices() -> None:
             lambda: scattered([(Source.whole(0, 1), np.full((1, 1), n)) for n in (1, 2)], [1]),
             "Two ranks disagree about rows of sample 0",
         ),
-        (lambda: operations(3, pp=2, vpp=2), "no multiple of pp=2, which interleaving needs"),
-        (lambda: Coding(samples=9, positions=99, columns=9, experts=64), "cannot tell 9 samples"),
+        (lambda: operations(3, pp=2, vpp=2), "not a multiple of pp=2, which interleaving needs"),
+        (
+            lambda: Coding(samples=9, positions=99, columns=9, experts=64),
+            "cannot distinguish 9 samples",
+        ),
         (
             lambda: Layout.from_dict({"num_layers": 1}),
             "A layout needs num_layers, num_experts and top_k",

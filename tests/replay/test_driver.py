@@ -280,7 +280,10 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
         ),
         ({"contract": None}, "no ReplaySubject: it needs a `contract` with replay terms"),
         ({"run": None}, "a method `run"),
-        ({"__init__": _raising(OSError("no model"))}, "Made could not be made: OSError: no model"),
+        (
+            {"__init__": _raising(OSError("no model"))},
+            "Made could not be created: OSError: no model",
+        ),
     ],
 )
 def test_what_is_no_subject_is_reported(changes: dict[str, Any], message: str) -> None:

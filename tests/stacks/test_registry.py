@@ -208,7 +208,9 @@ def test_a_checkout_must_be_of_the_stack(tmp_path: Path, monkeypatch: pytest.Mon
         match=r"there is no such folder\. slime is judged from a checkout of https://x/slime",
     ):
         checked_out(tmp_path / "nosuch", SOURCE)
-    with pytest.raises(StackError, match=r"is no checkout of slime: it has no slime/__init__\.py"):
+    with pytest.raises(
+        StackError, match=r"is not a checkout of slime: it has no slime/__init__\.py"
+    ):
         checked_out(tmp_path, SOURCE)
     (tmp_path / "slime").mkdir()
     (tmp_path / "slime" / "__init__.py").touch()
@@ -351,7 +353,7 @@ def test_a_second_checkout_of_a_process_is_refused(
     with pytest.raises(
         StackError,
         match=(
-            r"slime is imported from .*here.* already, not from .*other: judge each checkout in a"
+            r"slime is already imported from .*here.*, not from .*other: judge each checkout in a"
             r" process"
         ),
     ):

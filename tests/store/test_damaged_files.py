@@ -169,7 +169,7 @@ def test_batches_out_of_place(
     assert data == head + b"".join(pairs) + END
     path.write_bytes(head + b"".join(order(pairs)) + END)
     seen, _, error = take(path)
-    assert error is not None and "batches were cut out, doubled or moved" in str(error)
+    assert error is not None and "batches were removed, duplicated or moved" in str(error)
     assert all(map(alike, seen, flat(episodes)))
 
 
@@ -269,8 +269,8 @@ def newer(number: str) -> Callable[[Path], None]:
             TraceVersionError,
             "written by 'rollproof 9.0' in schema 2; this rollproof reads schemas up to 1. Upgrade",
         ),
-        (newer("0"), TraceError, "says that it has schema '0', which never was"),
-        (newer("9" * 50), TraceError, "which never was"),
+        (newer("0"), TraceError, "declares schema '0', which does not exist"),
+        (newer("9" * 50), TraceError, "which does not exist"),
         (
             lambda path: pa.parquet.write_table(pa.table({"a": [1]}), path),
             TraceError,

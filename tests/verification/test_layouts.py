@@ -320,7 +320,7 @@ class _Unmade(MegatronLike):
     [
         (_NoLayout, "without a `layout`"),
         (_NoFunctions, r"with none of the layout functions \['complete'"),
-        (_Unmade, "could not be made: RuntimeError: no GPU"),
+        (_Unmade, "could not be created: RuntimeError: no GPU"),
     ],
 )
 def test_an_unusable_subject_gets_one_clear_error(factory: Any, message: str) -> None:

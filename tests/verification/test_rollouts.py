@@ -260,12 +260,12 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"only": "stitch"}, r"only='stitch' is one text: write only=\['stitch'\]"),
+        ({"only": "stitch"}, r"only='stitch' is a string: write only=\['stitch'\]"),
         ({"only": [1]}, "only must hold names, not 1"),
         ({"only": 7}, "only must be a list of names, not 7"),
         (
             {"keep_witnesses": "routes.rows"},
-            r"keep_witnesses='routes\.rows' is one text: write keep_witnesses=\['routes\.rows'\]",
+            r"keep_witnesses='routes\.rows' is a string: write keep_witnesses=\['routes\.rows'\]",
         ),
         ({"witness_dir": 5}, r"witness_dir must be a path, such as 'out/trace\.json', not 5"),
         ({"witness_dir": "a\0b"}, "witness_dir must be a path"),
@@ -275,21 +275,21 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
             r"checks must hold rollproof\.Check, not 'routes\.rows'; .* chosen by id with `only`",
         ),
         ({"progress": 5}, "progress must be a function of one Progress, not 5"),
-        ({"flavours": "vllm"}, r"flavours='vllm' is one text: write flavours=\['vllm'\]"),
+        ({"flavours": "vllm"}, r"flavours='vllm' is a string: write flavours=\['vllm'\]"),
         ({"seed": "a"}, "seed='a' must be an integer >= 0, such as 0 or 12345"),
         ({"seed": -1}, "seed=-1 must be an integer >= 0"),
         ({"seed": True}, "seed=True must be an integer >= 0"),
         ({"seed": 2**63}, r"must be an integer >= 0, such as 0 or 12345, below 2\*\*63"),
         ({"name": 5}, "name must be text, not 5"),
         ({"recipe": 5}, "recipe must be a mapping such as .*, not 5"),
-        ({"cases": []}, "cases holds no case, so nothing would be judged"),
+        ({"cases": []}, "cases is empty, so nothing would be judged"),
         (
             {"cases": None, "flavours": []},
-            "flavours names no engine flavour, so nothing would be judged",
+            "flavours is empty, so nothing would be judged",
         ),
         (
             {"cases": [1]},
-            r"cases must hold rollproof\.Case, not 1; Case\.from_dict reads the JSON form",
+            r"cases must be rollproof\.Case objects, not 1; Case\.from_dict reads the JSON form",
         ),
         ({"cases": 1}, "cases must be a list of Case, not 1"),
         (

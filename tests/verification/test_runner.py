@@ -305,7 +305,9 @@ def test_a_factory_that_raises_is_told_in_our_words() -> None:
     def broken() -> Any:
         raise ValueError("no model path")
 
-    with pytest.raises(SubjectError, match="broken could not be made: ValueError: no model path"):
+    with pytest.raises(
+        SubjectError, match="broken could not be created: ValueError: no model path"
+    ):
         run_case(broken, CASE)
 
 
@@ -339,7 +341,7 @@ def _own_loop() -> None:
     [
         (lambda: threading.Thread(target=print).start(), "uses a thread"),
         (_connect, "opened a socket"),
-        (_own_loop, "brings an event loop of its own.*Make `rollout` async"),
+        (_own_loop, "creates its own event loop.*Make `rollout` async"),
         (
             lambda: asyncio.get_running_loop().add_reader(0, print),
             r"opened a connection \(loop\.add_reader\).*Use the handles that `fleet`",
@@ -424,7 +426,7 @@ def test_a_loop_of_its_own_leaves_no_warnings(bring: Any) -> None:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with pytest.raises(SubjectError, match=r"rollout brings an event loop of its own"):
+        with pytest.raises(SubjectError, match=r"rollout creates its own event loop"):
             run_case(_rollout_that(bring), CASE)
         gc.collect()
 

@@ -57,7 +57,8 @@ def install() -> None:
     _refuse_others()
     if "sglang.srt" in sys.modules:
         raise StandInError(
-            "The stand-ins come too late: something of SGLang is imported already, without them."
+            "Install the stand-ins before SGLang is imported: one of its modules is already"
+            " imported."
         )
     if not _has_kernels():
         _declare_operators()

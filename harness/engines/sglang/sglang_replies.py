@@ -103,7 +103,7 @@ def routes_of(meta: Mapping[str, Any], contract: Contract) -> IntArray | None:
         return flat.reshape(-1, contract.route_layers, contract.top_k)
     except (binascii.Error, ValueError, TypeError) as error:
         raise SubjectError(
-            f"SGLang's routes are no complete rows of {contract.route_layers} layers and"
+            f"SGLang's routes are not complete rows of {contract.route_layers} layers and"
             f" {contract.top_k} experts: {error}."
         ) from error
 

@@ -57,7 +57,7 @@ def install() -> None:
     """
     if "vllm.triton_utils" in sys.modules and not _installed():
         raise EngineStartError(
-            "The stand-ins come too late: vLLM is imported already, without them."
+            "Install the stand-ins before vLLM is imported: vLLM is already imported."
         )
     installed = metadata.version(PACKAGE)
     if installed not in VERSIONS:

@@ -65,7 +65,7 @@ def localise(
         names: the names of the sides in the result.
 
     Raises:
-        GapError: the sides differ in their tokens, or have no site in common.
+        GapError: the sides differ in their tokens, or have no module in common.
     """
     import torch
 
@@ -105,7 +105,7 @@ def localise(
     ]
     if not sites:
         raise GapError(
-            f"{trusted.name} and {other.name} have no site in common; the first's are"
+            f"{trusted.name} and {other.name} have no module in common; the first one has"
             f" {', '.join(map(str, list(base.values)[:8]))}."
         )
     lacking = [str(site) for site in base.values if site not in alone]

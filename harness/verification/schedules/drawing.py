@@ -98,7 +98,7 @@ class Limits:
             if getattr(self, name) < minimum
         ]
         if wrong:
-            raise UsageError(f"These limits describe no case: {'; '.join(wrong)}.")
+            raise UsageError(f"No case fits these limits: {'; '.join(wrong)}.")
 
 
 def random_cases(

@@ -63,7 +63,7 @@ def machine_for(
     found = probe(factory, None if flavour is None else (flavour,))
     if not found:
         raise UsageError(
-            "No engine flavour fits the subject's contract: name the one that it speaks with"
+            "No engine flavour fits the subject's contract: pass the one that it supports as"
             " `flavour`."
         )
     name, contract, model = found[0]

@@ -54,7 +54,7 @@ class _RaisesInRows(Padder):
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (_raises, "could not be made: RuntimeError: no tokenizer"),
+        (_raises, "could not be created: RuntimeError: no tokenizer"),
         (_NoMethod, r"without \['rows'\]: a BatchSubject has"),
         (_BadRows, "must return a list of BatchRow, not dict"),
         (_BadRank, r"routes must be a 3-D array of integers, not float64 \(2, 2\)"),
