@@ -123,7 +123,7 @@ def gap(
         typer.Option(
             "--column",
             metavar="NAME=THEIRS",
-            help="The name of a column in the file; may be repeated.",
+            help="Read the column NAME from the file's column THEIRS; may be repeated.",
         ),
     ] = None,
     against: Annotated[
@@ -131,7 +131,7 @@ def gap(
         typer.Option(
             "--against",
             metavar="FILE",
-            help="The same rollout scored without replay: compared token by token.",
+            help="Compare token by token with this file: the same rollout, scored without replay.",
         ),
     ] = None,
     control: Annotated[

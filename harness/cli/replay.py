@@ -44,11 +44,11 @@ def replay(
     ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """Judge a counterexample as recorded, run its case again on the subject, and compare.
+    """Judge the recorded trace of a counterexample, run its case again, and compare.
 
-    Exit code 1 if a check that failed as recorded fails again (reproduced), if only others fail
-    (another fault), or if nothing failed as recorded and something does now (new fault). 0 if what
-    failed passes now, 2 if that is not decided.
+    Exit code 1: a check that failed in the recorded trace fails again (reproduced), or only other
+    checks fail (another fault), or nothing failed in the recorded trace and a check fails now (new
+    fault). Exit code 0: the checks that failed pass now (fixed). Exit code 2: undecided.
     """
     output = Output(json_target)
     trace = load_trace(file)

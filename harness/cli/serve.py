@@ -45,8 +45,8 @@ def serve(
         int,
         typer.Option("--layers", min=1, help="Layers of the model; all are mixtures of experts."),
     ] = 3,
-    experts: Annotated[int, typer.Option("--experts", min=2, help="Experts a layer.")] = 8,
-    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts a token.")] = 2,
+    experts: Annotated[int, typer.Option("--experts", min=2, help="Experts per layer.")] = 8,
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts per token.")] = 2,
     vocab: Annotated[int, typer.Option("--vocab", min=8, help="Size of the vocabulary.")] = 512,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the coded policy.")] = 0,
     step: Annotated[
@@ -61,7 +61,7 @@ def serve(
             "--workers",
             min=1,
             max=64,
-            help="With more than one: that many servers, and a router before them.",
+            help="Number of servers; with more than one, a router in front of them.",
         ),
     ] = 1,
     router: Annotated[
@@ -73,14 +73,17 @@ def serve(
         ),
     ] = None,
     incremental: Annotated[
-        bool, typer.Option("--incremental", help="SGLang: stream only what is new.")
+        bool,
+        typer.Option(
+            "--incremental", help="SGLang: each chunk of a stream has only the new tokens."
+        ),
     ] = False,
     routes: Annotated[
         str | None,
         typer.Option(
             "--routes",
             metavar="FORM",
-            help="Form of routes: int32, compact (SGLang); npy, described (vLLM).",
+            help="Encoding of routes: int32 or compact (SGLang), npy or described (vLLM).",
         ),
     ] = None,
     fault_plan: Annotated[

@@ -53,7 +53,7 @@ def verify(
         typer.Option(
             "--checkout",
             metavar="DIR",
-            help="Checkout of a --stack that no package index has, such as slime.",
+            help="Checkout of a --stack that is not on a package index, such as slime.",
         ),
     ] = None,
     force: Annotated[

@@ -433,7 +433,7 @@ def _complete(init: Callable[..., None]) -> Callable[..., None]:
         unknown = sorted(values.keys() - set(valid))
         if missing or unknown:
             problems = [f"{name} must be declared." for name in missing]
-            problems += [f"{name} is no field; the fields are {valid}." for name in unknown]
+            problems += [f"{name} is not a field; the fields are {valid}." for name in unknown]
             raise ContractError("The contract cannot be used:\n  - " + "\n  - ".join(problems))
         init(self, **values)
 

@@ -158,7 +158,7 @@ class EngineTerms:
         unknown = set(self.recomputing) - set(self.pause_modes)
         if unknown:
             raise ContractError(
-                f"recomputing names {sorted(unknown)}, which are no pause modes of the engine:"
+                f"recomputing names {sorted(unknown)}, which are not pause modes of the engine:"
                 f" {list(self.pause_modes)}."
             )
 

@@ -67,10 +67,10 @@ def open_trace(path: str | os.PathLike[str]) -> TraceSource:
     if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
         return JsonTrace(source)
     if not start:
-        raise TraceError(f"{source} is empty: its writer was killed before it had begun.")
+        raise TraceError(f"{source} is empty: its writer was killed before it wrote anything.")
     kind = next(
         (text for magic, text in _FOREIGN.items() if start.startswith(magic)),
-        "in no form that rollproof knows",
+        "in an unknown format",
     )
     raise TraceError(
         f"{source} is not a rollproof trace: it is {kind}. Traces are Arrow streams or JSON,"

@@ -63,14 +63,14 @@ def array_of(data: Any, dtype: np.dtype[Any], shape: Any) -> AnyArray:
     size = memoryview(data).nbytes
     if math.prod(shape) * dtype.itemsize != size:
         raise TraceError(
-            f"An array of {dtype.name} claims {show(math.prod(shape))} elements by its shape, and"
-            f" has {size} bytes."
+            f"An array of {dtype.name} has the shape of {show(math.prod(shape))} elements, but"
+            f" {size} bytes of data."
         )
     # numpy makes no array of an empty buffer
     flat: AnyArray = np.frombuffer(data, dtype) if size else np.zeros(0, dtype)
     try:
         array = flat.reshape(shape)
     except (ValueError, OverflowError) as error:
-        raise TraceError(f"An empty array claims impossible lengths: {show(str(error))}.") from None
+        raise TraceError(f"An empty array has an impossible shape: {show(str(error))}.") from None
     array.flags.writeable = False
     return array

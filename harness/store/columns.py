@@ -225,7 +225,7 @@ def validate(batch: pa.RecordBatch) -> None:
     except pa.ArrowException as error:
         raise TraceError(f"A batch of the trace is inconsistent: {str(error)[:200]}.") from error
     if any(map(_has_nulls, batch.columns)):
-        raise TraceError("A batch of the trace holds nulls, which no rollproof writes.")
+        raise TraceError("A batch of the trace has nulls: rollproof did not write it.")
 
 
 def _has_nulls(array: pa.Array[Any]) -> bool:

@@ -315,7 +315,9 @@ def _batch(message: pa.Message) -> pa.RecordBatch:
     if message.type != "record batch":
         raise TraceError(f"a batch and its seal should stand here, not a {message.type}")
     if _is_compressed(message.metadata.to_pybytes()):
-        raise TraceError("a batch is compressed, which no rollproof writes: it is not unfolded")
+        raise TraceError(
+            "a batch is compressed: rollproof did not write it, so it is not decompressed"
+        )
     try:
         return pa.ipc.read_record_batch(message, schema())
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -61,17 +61,17 @@ def try_canary(traces: Iterable[Trace], registry: Registry, plants: Iterable[Pla
                     return Canary(planted=plant.fault, expected_by=plant.check_id, red=True)
         if planted:
             reason = (
-                f"{plant.check_id} did not see it: this run cannot be trusted; please report it"
+                f"{plant.check_id} did not detect it: this run cannot be trusted; please report it"
             )
             return Canary(planted=plant.fault, expected_by=plant.check_id, red=False, reason=reason)
     if not clean:
         reason = NONE_CLEAN
     elif not usable:
-        reason = "no check that can see a planted fault was among those that ran"
+        reason = "none of the checks that ran can detect a planted fault"
     elif not passing:
         reason = f"{usable[0].check_id} does not pass on this run: fix that first"
     else:
-        reason = "no clean trace of this run was fit for planting a fault"
+        reason = "no clean trace of this run was suitable for planting a fault"
     return Canary(planted=None, expected_by=None, red=False, reason=reason)
 
 

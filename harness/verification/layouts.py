@@ -289,7 +289,7 @@ def _canary(trace: Trace) -> Canary:
         planted=None,
         expected_by=None,
         red=False,
-        reason="no correct call was fit for planting a fault",
+        reason="no correct call was suitable for planting a fault",
     )
 
 

@@ -73,8 +73,8 @@ def not_resumed(contract: Contract) -> str:
 @request_check(
     "stitch.resume-prompt",
     promise=(
-        "Every call sends the prompt and everything delivered so far; only a lost or failed call"
-        " excuses starting again."
+        "Every call sends the prompt and all tokens delivered so far; a call may start again only"
+        " after a lost or failed one."
     ),
     needs="the engine calls of a request",
     exercised_by=("first calls", "resuming calls", "restarts", "calls of a later turn"),

@@ -114,8 +114,8 @@ def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
 @request_check(
     "stitch.budget-total",
     promise=(
-        "A rollout whose calls were granted what was left (stitch.budget-granted) never holds more"
-        " sampled tokens than its budget, nor a reply more than its call was granted."
+        "A reply has at most the tokens that its call was granted. If no call was granted too much"
+        " (stitch.budget-granted), the sampled tokens of the rollout stay within its budget."
     ),
     needs="a request with a budget, its engine calls and replies",
     exercised_by="replies under a budget",

@@ -47,8 +47,8 @@ def _shows_no_version(view: RequestView) -> bool:
 @request_check(
     "versions.engine-tags",
     promise=(
-        "The version that an engine shows with a reply sampled tokens of that reply; in spans,"
-        " every token of the span."
+        "The version that an engine shows with a reply sampled tokens of that reply. The version"
+        " of a span sampled every token of the span."
     ),
     needs="replies that show a version, and the versions that really sampled their tokens",
     exercised_by=("replies under one version", "replies across versions"),

@@ -441,8 +441,8 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
 @request_check(
     "versions.call-tags",
     promise=(
-        "There is one tag per engine call that brought tokens, in order, and it names a version"
-        " that sampled tokens of that call."
+        "A sample has one tag per engine call that returned tokens, in order, and each names a"
+        " version that sampled tokens of that call."
     ),
     needs="a delivered sample, and the versions that sampled its tokens",
     exercised_by=("tags of calls", "samples across versions"),
@@ -530,7 +530,7 @@ def _call_finding(
         title, call = (
             (
                 f"The sample has {count(len(tags), 'call version')} for"
-                f" {count(len(with_tokens), 'call')} that brought tokens"
+                f" {count(len(with_tokens), 'call')} that returned tokens"
             ),
             None,
         )

@@ -144,7 +144,7 @@ class WeightsUpdatesDoNotInterleave(_SimultaneousUpdates):
 weights_updates_do_not_interleave: Check = trace_check(
     "weights.updates-do-not-interleave",
     promise=(
-        "Of two updates at once, neither resumes a server that the other has paused and not"
+        "If two updates overlap, neither resumes a server that the other one has paused and not"
         " yet loaded."
     ),
     needs="Pause, Weights and Resume events of two updates that overlap",
@@ -200,7 +200,7 @@ class WeightsNewestUpdateStays(_SimultaneousUpdates):
 
 weights_newest_update_stays: Check = trace_check(
     "weights.newest-update-stays",
-    promise="Of two updates at once, the newer weights are served in the end.",
+    promise="If two updates overlap, the newer weights are served in the end.",
     needs="Weights events of two updates that overlap, with numbered versions",
     exercised_by="updates started at once",
 )(WeightsNewestUpdateStays)

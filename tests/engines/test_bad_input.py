@@ -78,7 +78,7 @@ def test_terms_that_cannot_be_are_refused() -> None:
         EngineTerms(max_length=0, pause_modes=())
     with pytest.raises(ContractError, match="choose among"):
         EngineTerms(max_length=8, pause_modes=("sleep",))  # type: ignore[arg-type]
-    with pytest.raises(ContractError, match="no pause modes of the engine"):
+    with pytest.raises(ContractError, match="not pause modes of the engine"):
         EngineTerms(max_length=8, pause_modes=(PauseMode.ABORT,), recomputing=(PauseMode.KEEP,))
 
 

@@ -258,7 +258,7 @@ def newer(number: str) -> Callable[[Path], None]:
         (
             lambda path: path.write_bytes(random.Random(0).randbytes(4096)),
             TraceError,
-            "in no form that rollproof knows",
+            "in an unknown format",
         ),
         (lambda path: path.write_bytes(b""), TraceError, "is empty"),
         (arrow_file, TraceError, "an Arrow file"),

@@ -86,7 +86,7 @@ FORGED: list[tuple[dict[str, Any], str]] = [
             "body": ROUTES,
             "arrays": [{"dtype": "uint8", "shape": [0, 2**62, 2**62], "data": b""}],
         },
-        "impossible lengths",
+        "an impossible shape",
     ),
     ({"kind": "reply", "body": ROUTES}, "refers to 0 among its 0 parts"),
     (

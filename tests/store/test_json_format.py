@@ -283,11 +283,11 @@ ROUTES = (*REPLY, "routes")
         ),
         (
             put(*ROUTES, value={"dtype": "int32", "shape": [2], "base64": "AAAA"}),
-            "claims 2 elements by its shape, and has 3 bytes",
+            "has the shape of 2 elements, but 3 bytes of data",
         ),
         (
             put(*ROUTES, value={"dtype": "int32", "shape": [0, 2**61, 2**61], "data": []}),
-            "impossible lengths",
+            "an impossible shape",
         ),
         (put("header", value=None), "must be an object with the fields of Header"),
         (put("header", "contract", "rows", value="all"), "contract.rows must be one of"),

@@ -463,8 +463,8 @@ class TestCallTags:
         [
             ((1, 1), "Call 0 is tagged with version 1, which sampled none of its tokens", 0),
             ((0, 0), "Call 2 is tagged with version 0, which sampled none of its tokens", 2),
-            ((0,), "The sample has 1 call version for 2 calls that brought tokens", None),
-            ((0, 1, 1, 1), "The sample has 4 call versions for 2 calls that brought tokens", None),
+            ((0,), "The sample has 1 call version for 2 calls that returned tokens", None),
+            ((0, 1, 1, 1), "The sample has 4 call versions for 2 calls that returned tokens", None),
             ((0, 1, 0), "Call 2 is tagged with version 0, which sampled none of its tokens", 2),
         ],
     )
