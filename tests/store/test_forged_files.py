@@ -70,7 +70,7 @@ FORGED: list[tuple[dict[str, Any], str]] = [
             "body": ROUTES,
             "arrays": [{"dtype": "uint8", "shape": [2**62, 4], "data": b"x"}],
         },
-        "claims 18446744073709551616 elements",
+        "has the shape of 18446744073709551616 elements",
     ),
     (
         {
@@ -78,7 +78,7 @@ FORGED: list[tuple[dict[str, Any], str]] = [
             "body": ROUTES,
             "arrays": [{"dtype": "int32", "shape": [1], "data": b"xyz"}],
         },
-        "has 3 bytes",
+        "but 3 bytes of data",
     ),
     (
         {
@@ -252,7 +252,7 @@ def test_nulls_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.arrow"
     forge(path, column=(2, pa.array([None], pa.int64())))
     _, _, error = take(path)
-    assert error is not None and "holds nulls" in str(error)
+    assert error is not None and "has nulls" in str(error)
 
 
 def test_offsets_that_run_backwards_are_refused(tmp_path: Path) -> None:
