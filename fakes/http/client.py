@@ -40,7 +40,7 @@ class BrokenReply(ConnectionResetError):
     """The connection broke; ``partial`` is what had arrived, or ``None`` before the headers."""
 
     def __init__(self, partial: HttpReply | None) -> None:
-        super().__init__("The connection broke before the whole reply had arrived.")
+        super().__init__("The connection broke before the complete reply arrived.")
         self.partial: HttpReply | None = partial
 
 

@@ -26,14 +26,14 @@ def read_run(path: Path) -> Mapping[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no report of the GPU suites: {error}.") from error
+        raise UsageError(f"{path} is not a report of the GPU suites: {error}.") from error
     if (
         not isinstance(data, dict)
         or data.get("schema") != RUN_SCHEMA
         or not {"machine", "suites", "gap", "notes"} <= set(data)
     ):
         raise UsageError(
-            f"{path} is no report of the GPU suites: it lacks schema {RUN_SCHEMA} and its keys."
+            f"{path} is not a report of the GPU suites: it lacks schema {RUN_SCHEMA} and its keys."
         )
     return data
 

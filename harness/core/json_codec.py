@@ -362,7 +362,7 @@ def _revived_object(value: dict[str, Any], integers: Callable[[Any], Any] | None
 
 def _text(text: str) -> Any:
     return (
-        _Instead.of(f"holds a lone surrogate, which is no text: {show(text)}")
+        _Instead.of(f"holds a lone surrogate, which is not valid text: {show(text)}")
         if _SURROGATE.search(text)
         else text
     )

@@ -146,7 +146,7 @@ def _mark(path: Path) -> bytes:
             mark = file.read(4)
     except UnicodeEncodeError as error:
         raise GapError(
-            f"{path} cannot be opened by Arrow: its name holds bytes that are no UTF-8. Rename it."
+            f"{path} cannot be opened by Arrow: its name holds bytes that are not UTF-8. Rename it."
         ) from error
     except OSError as error:
         raise GapError(f"{path} cannot be opened: {error.strerror}.") from error

@@ -75,7 +75,7 @@ SITUATIONS = frozenset(
         ), (
             "preemptions"
         ), (
-            "prefills anew after a pause"
+            "prefills again after a pause"
         ), (
             "prefix-cache hits"
         ),
@@ -243,7 +243,7 @@ class SituationCounter:
         else:
             # A second admission is a preemption, unless a pause froze the call and its KV was
             # dropped.
-            self._add("prefills anew after a pause" if call.frozen else "preemptions")
+            self._add("prefills again after a pause" if call.frozen else "preemptions")
         call.frozen = False
 
     def _reply(self, event: Reply) -> None:

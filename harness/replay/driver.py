@@ -180,7 +180,7 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
         )
     if missing:
         raise SubjectError(
-            f"{label} made a {type(subject).__name__}, which is no ReplaySubject: it needs"
+            f"{label} made a {type(subject).__name__}, which is not a ReplaySubject: it needs"
             f" {' and '.join(missing)}."
         )
     return subject

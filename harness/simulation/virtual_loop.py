@@ -328,7 +328,7 @@ def run(
         pass
     else:
         raise SubjectError(
-            "rollproof brings its own event loop: call it from sync code, not from inside a running"
+            "rollproof runs its own event loop: call it from sync code, not from inside a running"
             " loop."
         )
     loop = VirtualLoop(jumps)

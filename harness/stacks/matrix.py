@@ -209,7 +209,7 @@ class Matrix:
                     f"{kind!r} ({count})" for kind, count in outcome.otherwise[check].items()
                 )
                 deviations.append(
-                    f"{subject} fails otherwise than the matrix says, by findings of the kind"
+                    f"{subject} fails in a way that the matrix does not list: findings of the kind"
                     f" {kinds}."
                 )
             elif entries and not failed:
@@ -258,7 +258,7 @@ def _problems(table: Mapping[str, Any], pinned: object) -> list[str]:
     problems += [f"{key} is missing" for key in ("name", "kind", "versions") if not table.get(key)]
     problems += [f"{key} must be text" for key in _TEXTS if not isinstance(table.get(key, ""), str)]
     problems += [
-        f"{key} must be a list of {_UNIQUE_TEXTS}; leave it out where there is none"
+        f"{key} must be a list of {_UNIQUE_TEXTS}; omit it if there is none"
         for key in ("versions", "after")
         if key in table and not _unique_texts(table[key])
     ]
@@ -299,7 +299,7 @@ def _contradictions(table: Mapping[str, Any], pinned: list[str]) -> list[str]:
     failing = {check for key in ("fails", "may_fail") for check in table.get(key, {})}
     shows: Mapping[str, Any] = table.get("shows", {})
     problems += [
-        f"shows must say of which kinds the findings of {check} are"
+        f"shows must list the kinds of findings of {check}"
         for check in sorted(failing - set(shows))
     ]
     problems += [

@@ -260,7 +260,7 @@ class Stream:
         if found == END:
             self._closed = True
         elif found.startswith(_END_MARK) and not END.startswith(found):
-            raise TraceError("an end mark stands in the middle (were two files joined?)")
+            raise TraceError("there is an end mark in the middle (were two files joined?)")
         elif found:
             # an unfinished end mark, or zeros: a file system may grow a file before it writes
             raise _CutError
@@ -287,7 +287,7 @@ class Stream:
             )
         if found is None:
             raise TraceError(
-                f"{self._path} is not a rollproof trace: its first message is no schema."
+                f"{self._path} is not a rollproof trace: its first message is not a schema."
             )
         metadata = found.metadata or {}
         if metadata.get(b"format") != FORMAT.encode():
@@ -313,7 +313,7 @@ def _batch(message: pa.Message) -> pa.RecordBatch:
     import pyarrow as pa
 
     if message.type != "record batch":
-        raise TraceError(f"a batch and its seal should stand here, not a {message.type}")
+        raise TraceError(f"expected a batch and its seal here, not a {message.type}")
     if _is_compressed(message.metadata.to_pybytes()):
         raise TraceError(
             "a batch is compressed: rollproof did not write it, so it is not decompressed"

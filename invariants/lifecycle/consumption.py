@@ -129,7 +129,7 @@ def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None
         " another request's sample."
     ),
     needs="replies that arrive after the call was retried, or late ones of any request",
-    exercised_by=("replies after a retry", "stray replies of other requests"),
+    exercised_by=("replies after a retry", "replies of other requests"),
 )
 def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
     """Check whether two replies, or one of another request, explain what a single reply does
@@ -138,7 +138,7 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
     retried = sum(_retried(view, attempt) for attempt in view.attempts)
     late_replies = _late_replies(view)
     out.exercised("replies after a retry", retried)
-    out.exercised("stray replies of other requests", len(late_replies))
+    out.exercised("replies of other requests", len(late_replies))
     if not retried and not late_replies:
         return
     for junction in _junctions(view):

@@ -62,8 +62,8 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
                 " their rows were not"
             ),
             hint=(
-                "Cut routed_experts where the response is cut. Same cause: verl #6027, #6089 (18057"
-                " rows for 17804 tokens), miles #1069."
+                "Cut routed_experts at the same token as the response. Same cause: verl #6027,"
+                " #6089 (18057 rows for 17804 tokens), miles #1069."
             ),
             where=where,
         )

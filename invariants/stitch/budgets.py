@@ -389,7 +389,7 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
     out.finding(
         f"The sample says length after {count(size, 'token')}"
         + (f" of {limit}" if limit is not None else ", although nothing limits it"),
-        kind=f"says length where the engine said {reference.finish_reason!s}",
+        kind=f"says length, but the engine said {reference.finish_reason!s}",
         expected=(
             f"length only once all {limit} are sampled"
             if limit is not None

@@ -313,7 +313,7 @@ def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
     out.finding(
         f"{share(len(scan.invalid), scan.sampled, 'logprob')} cannot be the logarithm of a"
         " probability",
-        kind="values that are no logarithm of a probability",
+        kind="values that cannot be the logarithm of a probability",
         expected="finite values of at most 0",
         observed=(
             f"{actual[first]:.6g} at response index {first} (in all: {ranges(scan.invalid)}); the"

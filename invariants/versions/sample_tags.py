@@ -347,7 +347,7 @@ def _min_max_hint(
     if key(tag) not in sampled and empty:
         return (
             f"No token was sampled by {version_name(tag)}; call {empty[0]} was aborted before its"
-            " first one. Update the tags only when a reply brings tokens, else samples look staler"
+            " first one. Update the tags only when a reply has tokens, else samples look staler"
             " than they are (verl's FullyAsyncLLMServerClient, up to 0.9.1)."
         )
     zero = (

@@ -159,7 +159,7 @@ weights_no_failure_without_fault: Check = trace_check(
 )(WeightsNoFailureWithoutFault)
 weights_update_loads: Check = trace_check(
     "weights.update-loads",
-    promise="A weight update that has ended has brought its weights to the servers.",
+    promise="When a weight update has ended, its weights are on the servers.",
     needs="Update events, and the Weights and Admit events of the servers",
     exercised_by="updates that ended",
 )(WeightsUpdateLoads)

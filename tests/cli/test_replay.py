@@ -120,7 +120,7 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--replay", "my_trainers:unmade"], "unmade could not be created: OSError: no checkpoint"),
         (
             ["--replay", "my_trainers:NoTrainer"],
-            "is no ReplaySubject: it needs a `contract` with replay terms",
+            "is not a ReplaySubject: it needs a `contract` with replay terms",
         ),
         (["--replay", GOOD, "--subject", GOOD], "one run judges one of them"),
         (["--replay", GOOD, "--only", "replay.foward"], "Did you mean replay.forward"),

@@ -104,7 +104,7 @@ def test_what_cannot_be_merged(
         merged([])
     (tmp_path / "x.json").write_text("[1]")
     assert 254 == main([str(tmp_path / "out"), str(tmp_path / "x.json")])
-    assert "is no report of the GPU suites" in capsys.readouterr().err
+    assert "is not a report of the GPU suites" in capsys.readouterr().err
     assert 254 == main([])
 
 

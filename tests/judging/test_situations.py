@@ -123,7 +123,7 @@ def _running() -> TraceScript:
         (_three_versions, "requests aborted twice or more", 1),
         (_in_single_call, "calls across a weight version", 1),
         (_in_single_call, "calls frozen by a pause", 1),
-        (_in_single_call, "prefills anew after a pause", 1),
+        (_in_single_call, "prefills again after a pause", 1),
         (_in_single_call, "pauses, mode retract", 1),
         (_preempted, "preemptions", 1),
         (_cached, "prefix-cache hits", 1),

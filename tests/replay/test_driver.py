@@ -278,7 +278,7 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
             {"variant": lambda self, name: 3},
             r"Made.variant\('fused'\) must return a ReplaySubject, not int",
         ),
-        ({"contract": None}, "no ReplaySubject: it needs a `contract` with replay terms"),
+        ({"contract": None}, "not a ReplaySubject: it needs a `contract` with replay terms"),
         ({"run": None}, "a method `run"),
         (
             {"__init__": _raising(OSError("no model"))},

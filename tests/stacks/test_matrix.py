@@ -116,8 +116,8 @@ def test_a_known_failure_that_finds_something_else_is_a_deviation() -> None:
     more = outcome({"routes.rows": "fail"}, otherwise={"too few route rows": 3})
     (deviation,) = matrix.deviations("1.0", "client", more)
     assert deviation == (
-        "x 1.0 client: routes.rows fails otherwise than the matrix says, by findings of the kind"
-        " 'too few route rows' (3)."
+        "x 1.0 client: routes.rows fails in a way that the matrix does not list: findings of the"
+        " kind 'too few route rows' (3)."
     )
     other = outcome({"routes.rows": "fail"}, known=False, otherwise={"too few route rows": 3})
     assert (
@@ -152,7 +152,7 @@ def test_checks_that_were_not_requested_are_no_deviation() -> None:
         (
             'shows."routes.rows" = ["too many route rows"]',
             "",
-            "shows must say of which kinds the findings of routes.rows are",
+            "shows must list the kinds of findings of routes.rows",
         ),
         (
             'shows."routes.rows"',
@@ -186,8 +186,8 @@ def test_checks_that_were_not_requested_are_no_deviation() -> None:
             'after = ["resumes"]',
             "after = []",
             (
-                "rows are doubled: after must be a list of texts, each of them once; leave it out"
-                " where"
+                "rows are doubled: after must be a list of texts, each of them once; omit it"
+                " if there is none"
             ),
         ),
         (

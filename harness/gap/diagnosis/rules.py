@@ -62,7 +62,7 @@ def _misaligned(scene: Scene) -> Cause | None:
     if shift is not None:
         place = f"{shift.where}, " if shift.partial else ""
         because = (
-            f"{place}mean |d| is {shift.here:.2g} as the logprobs stand and {shift.left:.2g} with"
+            f"{place}mean |d| is {shift.here:.2g} unshifted and {shift.left:.2g} with"
             f" the trainer's taken one place {_direction(shift.step)}"
         )
         confidence = confidence_beyond(shift.here / max(shift.left, 1e-6), BETTER)
@@ -88,7 +88,7 @@ def _off_by_one(step: int, confidence: float, because: str) -> Cause:
         confidence=confidence,
         because=because,
         advice=(
-            f"The trainer's logprobs stand one token {'late' if step > 0 else 'early'}: logits of"
+            f"The trainer's logprobs are one token {'late' if step > 0 else 'early'}: logits of"
             " position p score the token at p + 1."
         ),
     )

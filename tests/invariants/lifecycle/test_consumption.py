@@ -131,7 +131,7 @@ class TestRetries:
         script.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop").result(
             (3, 4)
         ).result((5, 6), "r1", (7, 8))
-        passes(self.ID, script, stray_replies_of_other_requests=1)
+        passes(self.ID, script, replies_of_other_requests=1)
 
     def test_tokens_of_another_cause_are_not_blamed_on_a_retry(self) -> None:
         """What neither reply explains is judged by the family stitch."""
