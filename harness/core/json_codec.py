@@ -280,7 +280,7 @@ def _plan(cls: type[Any]) -> Mapping[str, _Field]:
 
 def _types_in(hint: Any) -> Iterator[Any]:
     """Yield the types that a hint is made of, without those that describe an array."""
-    if get_origin(hint) is np.ndarray:
+    if get_origin(_unaliased(hint)) is np.ndarray:
         return
     yield hint
     for part in get_args(hint):
@@ -426,17 +426,22 @@ def _refuse_foreign(value: Any, path: str) -> None:
 @cache
 def _dtypes_of(hint: Any) -> tuple[str, ...]:
     """Names of the element types that an array annotation allows."""
-    origin = get_origin(hint)
-    if hasattr(origin, "__value__"):
-        # numpy 2.5 makes NDArray a type statement's alias where Python has one
-        hint = origin.__value__[get_args(hint)]
-    element = (get_args(get_args(hint)[1]) or (Any,))[0]
+    element = (get_args(get_args(_unaliased(hint))[1]) or (Any,))[0]
     element = get_origin(element) or element
     return tuple(
         name
         for name, dtype in DTYPES.items()
         if (dtype.kind in _KINDS[element] if element in _KINDS else dtype == element)
     )
+
+
+def _unaliased(hint: Any) -> Any:
+    """Return what an alias stands for."""
+    origin = get_origin(hint)
+    if hasattr(origin, "__value__"):
+        # From numpy 2.5 on, NDArray is the alias of a `type` statement if Python has one (3.12).
+        return origin.__value__[get_args(hint)]
+    return hint
 
 
 def _escaped(key: Any) -> str:
