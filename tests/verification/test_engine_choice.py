@@ -46,7 +46,7 @@ def test_verify_judges_an_engine(
         (["--engine", "fake-vllm", "--stack", "verl"], "one run judges one of them"),
         (["--engine", "fake-vllm", "--flavour", "sglang"], "an engine has one flavour"),
         (["--engine", "fake-vllm", "--model", "/x"], "has no model to load"),
-        (["--engine", "fake-vllm", "--only", "stitch.prompt"], "judges engines"),
+        (["--engine", "fake-vllm", "--only", "stitch.prompt"], "a check of engines"),
     ],
 )
 def test_bad_arguments_are_told(

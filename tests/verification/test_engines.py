@@ -449,7 +449,7 @@ def test_names_that_do_not_exist_are_refused_with_the_valid_ones(tmp_path: Path)
         engine_target("fake-vllm", model="/somewhere", folder=tmp_path)
     with pytest.raises(UsageError, match="choose among"):
         EngineChoice(engine="vlm")
-    with pytest.raises(UsageError, match="judges engines"):
+    with pytest.raises(UsageError, match="a check of engines"):
         engines.run(EngineChoice(engine="fake-vllm"), Options(name="x", only=("stitch.prompt",)))
     with pytest.raises(SubjectError, match="a name or an EngineTarget, not int"):
         engines.run(lambda: 5, Options(name="x"))
