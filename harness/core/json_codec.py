@@ -140,6 +140,8 @@ def from_json(
     """
 
     def read(hint: Any, stored: Any) -> AnyArray:
+        if isinstance(stored, _ArrayReference):
+            stored = stored.value
         if isinstance(stored, np.ndarray):
             array = stored
         elif arrays is None:
@@ -197,7 +199,8 @@ def _explained(text: str, cls: type[Any], value: Any) -> str:
             field = _plan(record)[name]
             record, values = field.record, field.values
     path = path.removeprefix(".")
-    if isinstance(value, _Instead):
+    # what is wrong with an array comes from whoever read it
+    if isinstance(value, _Instead) and not (isinstance(value, _ArrayReference) and not expected):
         return f"{path} {type(value).__name__}"
     if of_key:
         return f"{path} has a key that is no {expected[1] if expected else 'JSON key'}"
@@ -349,7 +352,7 @@ def _revived_object(value: dict[str, Any], integers: Callable[[Any], Any] | None
         if key == "$integers" and integers is not None:
             return integers(value)
         if key == "$array":
-            return value
+            return _ArrayReference.to(value)
     out = {}
     for key, item in value.items():
         if key == "$float":
@@ -379,6 +382,22 @@ class _Instead:
 
     def __repr__(self) -> str:
         return f"a value that {type(self).__name__}"
+
+
+class _ArrayReference(_Instead):
+    """Stands for ``{"$array": ...}``, which only the field of an array may hold."""
+
+    value: Any
+
+    @staticmethod
+    def to(value: Any) -> Any:
+        reference = _ARRAY_REFERENCE()
+        reference.value = value
+        return reference
+
+
+# its name is what msgspec's refusal says
+_ARRAY_REFERENCE = type("has the reserved key '$array'", (_ArrayReference,), {})
 
 
 def _refuse_unknown(value: Any, cls: Any, path: str) -> None:

@@ -223,6 +223,18 @@ ROUTES = (*REPLY, "routes")
             r"request.sampling has the reserved key '\$x'",
         ),
         (
+            put("events", 1, "request", "sampling", value={"$array": 0}),
+            r"request.sampling has the reserved key '\$array'",
+        ),
+        (
+            put("events", 1, "request", "sampling", value={"a": {"$array": {"$float": 1}}}),
+            r"request.sampling\[a\] has the reserved key '\$array'",
+        ),
+        (
+            put("events", 1, "request", "prompt_ids", value={"$array": 0}),
+            r"request.prompt_ids has the reserved key '\$array'",
+        ),
+        (
             put(*REPLY, "finish_reason", value="tired"),
             r"output.finish_reason must be one of \['stop', 'length'",
         ),
