@@ -117,6 +117,11 @@ def to_json(value: Any, *, sparse: bool = True) -> Any:
         return to_json(value.item())
     if isinstance(value, str):
         return _without_surrogates(str.__str__(value))
+    # msgspec checks a subclass as its number, but does not write it
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return to_json(float.__float__(value))
     return value
 
 

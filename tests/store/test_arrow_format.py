@@ -93,6 +93,29 @@ def test_every_kind_of_event_is_drawn(kind: str, tmp_path: Path) -> None:
     trip()
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_subclasses_of_numbers_are_stored_as_numbers(tmp_path: Path, trusted: bool) -> None:
+    """Stacks pass their own kinds of numbers, which msgspec does not write."""
+
+    class Count(int):
+        pass
+
+    class Share(float):
+        pass
+
+    sampling = {"n": Count(4), "top_p": Share(0.5), "limit": Share("inf")}
+    request = Request(request_id="r0", prompt_ids=(Count(1),), max_tokens=1, sampling=sampling)
+    path = tmp_path / "trace"
+    with TraceWriter(path, HEADER, trusted=trusted) as writer:
+        writer.append(Submit(request=request))
+
+    (event,) = TraceReader(path)
+
+    assert isinstance(event, Submit)
+    assert event.request.sampling == {"n": 4, "top_p": 0.5, "limit": float("inf")}
+    assert [type(value) for value in event.request.sampling.values()] == [int, float, float]
+
+
 def test_episodes_are_read_in_turn_and_may_be_skipped(tmp_path: Path) -> None:
     """A reader that takes only a part of an episode finds the next one whole, and the ending counts
     all of them.
