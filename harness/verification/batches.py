@@ -25,6 +25,13 @@ from rollproof.invariants import default_registry
 from rollproof.judging.report import Report
 from rollproof.simulation import virtual_loop
 from rollproof.simulation.watchdog import STUCK, GivenUp, Watchdog, limit
+from rollproof.verification.argument_checks import (
+    as_expected,
+    as_name,
+    as_names,
+    as_seed,
+    check_factory,
+)
 from rollproof.verification.batch_cases import BatchCase, batch_cases
 from rollproof.verification.canary import Plant, replaced, try_canary
 from rollproof.verification.options import Options, factory_name
@@ -67,7 +74,13 @@ def judge_batches(
 
     Raises ``SubjectError`` for a subject that does not implement the protocol.
     """
-    options = Options(name=name, seed=seed, only=tuple(only), expected=dict(expected or {}))
+    check_factory(factory, "judge_batches()")
+    options = Options(
+        name=as_name(name),
+        seed=as_seed(seed) or 0,
+        only=as_names(only, "only"),
+        expected=as_expected(expected),
+    )
     return run(factory, options, cases)
 
 

@@ -28,6 +28,14 @@ from rollproof.layouts.functions import FUNCTIONS, functions_of
 from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.layout_cases import layout_calls
 from rollproof.layouts.returned import Misfit
+from rollproof.verification.argument_checks import (
+    as_expected,
+    as_name,
+    as_names,
+    as_recipe,
+    as_seed,
+    check_factory,
+)
 from rollproof.verification.canary import Plant, replaced, try_canary
 from rollproof.verification.options import Options, factory_name
 from rollproof.verification.reports import make_report
@@ -76,13 +84,14 @@ def judge_layouts(
     Raises ``SubjectError`` for a subject that declares no layout or has no function,
     ``UsageError`` for a profile or check that does not exist.
     """
+    check_factory(factory, "judge_layouts()")
     options = Options(
-        name=name,
+        name=as_name(name),
         profile=profile,
-        seed=seed,
-        only=tuple(only),
-        expected=dict(expected or {}),
-        recipe=recipe,
+        seed=as_seed(seed) or 0,
+        only=as_names(only, "only"),
+        expected=as_expected(expected),
+        recipe=as_recipe(recipe),
         progress=progress,
     )
     return run(factory, options, calls)

@@ -23,6 +23,15 @@ from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.replay.driver import record_replay
 from rollproof.reporting.text import check_lines, summary_text, text_of
+from rollproof.verification.argument_checks import (
+    as_expected,
+    as_name,
+    as_names,
+    as_path,
+    as_recipe,
+    as_seed,
+    check_factory,
+)
 from rollproof.verification.canary import Plant, replaced, try_canary
 from rollproof.verification.counterexamples import delete_counterexamples, write_counterexample
 from rollproof.verification.options import Options
@@ -46,7 +55,7 @@ def judge_replay(
     only: Iterable[str] = (),
     expected: Mapping[str, str] | None = None,
     recipe: Mapping[str, Any] | None = None,
-    witness_dir: Path | None = None,
+    witness_dir: str | Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Run the ``ReplaySubject`` that ``factory`` makes through a profile, and return the report.
@@ -64,16 +73,18 @@ def judge_replay(
 
     Raises ``SubjectError`` for a subject that does not implement the protocol.
     """
+    check_factory(factory, "judge_replay()")
+    folder = None if witness_dir is None else as_path(witness_dir, "witness_dir")
     return run(
         factory,
         Options(
-            name=name,
+            name=as_name(name),
             profile=profile,
-            seed=seed,
-            only=tuple(only),
-            expected=dict(expected or {}),
-            recipe=recipe,
-            counterexample_dir=witness_dir,
+            seed=as_seed(seed) or 0,
+            only=as_names(only, "only"),
+            expected=as_expected(expected),
+            recipe=as_recipe(recipe),
+            counterexample_dir=folder,
             progress=progress,
         ),
     )
