@@ -165,7 +165,7 @@ def test_rows_of_the_latest_prefill_are_compared_with_the_last_weights() -> None
         (None, "returned 0 scores for 1 rollouts"),
         (Scored(logprobs=np.zeros(2)), r"shape \(2,\), not \(3,\)"),
         (np.zeros((3, 1)), r"shape \(3, 1\)"),
-        (["a", "b", "c"], "are no numbers"),
+        (["a", "b", "c"], "are not numbers"),
     ],
 )
 def test_a_trainer_that_answers_wrongly_is_told(made: Any, words: str) -> None:
