@@ -4,12 +4,15 @@ engine flavours answer, and which modules are public.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import rollproof
@@ -161,13 +164,32 @@ def api_page() -> Iterator[str]:
     yield from _modules()
 
 
+def _exported(module: str) -> list[str]:
+    """Return the ``__all__`` of a module, read from its source: some need torch to be imported."""
+    # the first two names are importable anywhere, and know where an editable install has them
+    path_of_module = module.split(".")
+    full = ".".join(path_of_module[:2])
+    top = importlib.import_module(full)
+    file, paths = str(top.__file__), getattr(top, "__path__", [])
+    for part in path_of_module[2:]:
+        full = f"{full}.{part}"
+        spec = PathFinder.find_spec(full, paths)
+        assert spec is not None and spec.origin is not None, f"{module} does not exist"
+        file, paths = spec.origin, spec.submodule_search_locations or []
+    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise AssertionError(f"{module} has no __all__")
+
+
 def _modules() -> Iterator[str]:
     yield (
         "\n## Public modules\n\nImport from these; every other module is private, and may change in"
         " any release.\n\n| module | for | names |\n|---|---|---|"
     )
     for module, purpose in PUBLIC_MODULES.items():
-        names = importlib.import_module(module).__all__
+        names = _exported(module)
         listed = "see its `__all__`" if len(names) > 40 else ", ".join(f"`{n}`" for n in names)
         yield f"| `{module}` | {purpose} | {listed} |"
 
