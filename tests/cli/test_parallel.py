@@ -67,6 +67,7 @@ class Concat(AsSampled):
 """
 
 RUN = """
+import signal
 import sys
 from pathlib import Path
 from rollproof.cli.named_targets import subject_target
@@ -78,6 +79,8 @@ if __name__ == "__main__":
     settings = Settings(
         profile="pr", seed=0, only=("batch.tokens",), expected={}, witness_dir=Path.cwd()
     )
+    # a shell starts background jobs with SIGINT ignored, and the tests may be one
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         judge_all(targets, settings, lambda progress: None, jobs=2)
     except Interrupted as interrupt:
