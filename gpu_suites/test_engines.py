@@ -184,6 +184,7 @@ def test_a_call_has_the_same_answer_alone_and_in_a_batch(
         pytest.skip(
             "without the mode nothing differed either: this model does not show the mode's effect"
         )
+    # Not strict: the note above counts the calls that agree, and so shows an upstream repair.
     if invariant.differing and mode.known:
         pytest.xfail(mode.known)
     assert {} == invariant.differing
