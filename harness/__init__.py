@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollproof.core.case import Trigger as Trigger
     from rollproof.core.contract import Contract as Contract
     from rollproof.core.engine_contract import PauseMode as PauseMode
+    from rollproof.core.limits import RolloutLimits as RolloutLimits
     from rollproof.core.records import BatchRow as BatchRow
     from rollproof.core.records import EngineOutput as EngineOutput
     from rollproof.core.records import FinishReason as FinishReason
@@ -102,6 +103,7 @@ _HOMES = {
     "simulation.mutation_guard": ("lend",),
     "recording.recorder": ("EngineCall", "Recording", "record"),
     "core.engine_contract": ("PauseMode",),
+    "core.limits": ("RolloutLimits",),
     "core.records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "verification.layouts": ("judge_layouts",),
     "verification.replay": ("judge_replay",),
@@ -154,6 +156,7 @@ __all__ = [
     "Request",
     "Rollout",
     "RolloutConformance",
+    "RolloutLimits",
     "RolloutSubject",
     "RollproofError",
     "Span",

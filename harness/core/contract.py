@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, Self
 
 from rollproof.core.engine_contract import EngineTerms
+from rollproof.core.limits import RolloutLimits
 from rollproof.core.replay_contract import ReplayTerms
 from rollproof.errors import ContractError
 
@@ -190,6 +191,10 @@ class Contract:
             that sampled a delivered token; ``None``: no promise.
         tag_read: Set this if the engine's per-reply version may name weights that sampled none of
             its tokens. ``None``: it must name weights that sampled one.
+        limits: The limits that the stack is configured with: a ``RolloutLimits``, or a mapping of
+            its fields. ``None``: none but the request's own.
+        pad_id: The token with which the stack pads. Cases in which samples contain it (an end of
+            sequence, most often) use it; ``None``: 0.
         moe_layers: Global layer indexes, ascending.
         dtype: A numpy name such as ``"uint8"``, or several joined by ``|`` if the engine chooses by
             the number of experts.
@@ -213,6 +218,8 @@ class Contract:
     partial_off: PartialOff | None = None
     max_staleness: int | None = None
     tag_read: TagRead | None = None
+    limits: RolloutLimits | None = None
+    pad_id: int | None = None
     final_row: Filler | None = None
     layer_axis: LayerAxis | None = None
     num_layers: int | None = None
@@ -226,7 +233,7 @@ class Contract:
     replay: ReplayTerms | None = None
 
     def __post_init__(self) -> None:
-        problems = [*self._coerce(), *self._missing()]
+        problems = [*self._coerce(), *self._coerce_limits(), *self._missing()]
         # fields that are missing or of a wrong type cannot be compared with each other
         if not problems:
             problems = self._contradictions()
@@ -271,7 +278,7 @@ class Contract:
         data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, EngineTerms | ReplayTerms):
+            if isinstance(value, EngineTerms | ReplayTerms | RolloutLimits):
                 value = value.to_dict()
             data[field.name] = list(value) if isinstance(value, tuple) else value
         return data
@@ -315,6 +322,23 @@ class Contract:
                     f"{name}={value!r} is not valid; choose one of"
                     f" {[str(member) for member in kind]}."
                 )
+        return problems
+
+    def _coerce_limits(self) -> list[str]:
+        """Accept a mapping in place of ``RolloutLimits``."""
+        limits: object = self.limits
+        problems = []
+        if isinstance(limits, Mapping):
+            try:
+                object.__setattr__(self, "limits", RolloutLimits.from_dict(limits))
+            except ContractError as error:
+                problems.append(f"limits: {error}")
+        elif limits is not None and not isinstance(limits, RolloutLimits):
+            problems.append(
+                f"limits={limits!r} must be a RolloutLimits or a mapping of its fields."
+            )
+        if self.pad_id is not None and not _is_int(self.pad_id, 0):
+            problems.append(f"pad_id={self.pad_id!r} must be a token id, or None.")
         return problems
 
     def _missing(self) -> list[str]:

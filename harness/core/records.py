@@ -81,6 +81,7 @@ class Request:
     Attributes:
         max_tokens: The budget that the caller states.
         limit: The budget that holds even if the caller states none: the configured response length.
+        max_length: Tokens of prompt and response together that hold even if the caller states none.
         sampling: The other sampling parameters. Every attempt must carry them unchanged.
         media: An opaque handle of multimodal input. Every attempt must carry it unchanged.
         group: The name of requests that share a prompt (n > 1).
@@ -98,12 +99,20 @@ class Request:
     media: str | None = None
     group: str | None = None
     turns: tuple[tuple[int, ...], ...] = ()
+    max_length: int | None = None
 
     @property
     def budget(self) -> int | None:
-        """The tighter of ``max_tokens`` and ``limit``, in tokens; ``None`` when neither is set."""
-        bounds = [bound for bound in (self.max_tokens, self.limit) if bound is not None]
-        return min(bounds) if bounds else None
+        """The tightest of ``max_tokens``, ``limit`` and the room that ``max_length`` leaves after
+        the prompt, in tokens; ``None`` when none is set.
+        """
+        return min(self.bounds, default=None)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Each limit of the response's length, in tokens."""
+        room = None if self.max_length is None else self.max_length - len(self.prompt_ids)
+        return tuple(bound for bound in (self.max_tokens, self.limit, room) if bound is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

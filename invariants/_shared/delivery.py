@@ -134,7 +134,7 @@ def _may_end(view: RequestView, length: int) -> bool:
     turn of the environment.
     """
     # Stacks cut at the caller's max_tokens or at a configured limit of their own.
-    if length in (view.request.max_tokens, view.request.limit):
+    if length in view.request.bounds:
         return True
     return all(run.attempt < 0 for run in view.stitched.runs if run.end > length)
 

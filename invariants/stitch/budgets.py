@@ -288,13 +288,10 @@ def _exhausted(view: RequestView, delivered: Delivery) -> bool:
     """Return whether the budget is used up: by the last turn, by all turns, or by the response with
     the environment's tokens.
     """
-    request = view.request
     # A budget may be per turn or for all turns; both are checked.
     lengths = _turn_lengths(view)
     longest = max(lengths[-1], sum(lengths), len(delivered.rollout.response_ids))
-    return any(
-        limit is not None and longest >= limit for limit in (request.max_tokens, request.limit)
-    )
+    return any(longest >= bound for bound in view.request.bounds)
 
 
 def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:

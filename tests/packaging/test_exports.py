@@ -49,6 +49,7 @@ PUBLIC = {
     "Request",
     "Rollout",
     "RolloutConformance",
+    "RolloutLimits",
     "RolloutSubject",
     "RollproofError",
     "Span",

@@ -18,9 +18,11 @@ import typer
 from typer.main import get_command
 
 import rollproof.core.contract
+import rollproof.core.limits
 import rollproof.verification.expected_failures
 from rollproof.cli.app import app
 from rollproof.core.contract import Contract
+from rollproof.core.limits import RolloutLimits
 from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.invariants import default_registry
 from rollproof.plugin import OPTIONS
@@ -111,9 +113,16 @@ def contract_page() -> Iterator[str]:
         )
         yield f"| `{field.name}` | {values} | {default} |"
     for name, (text, members) in enums.items():
-        yield f"\n## {name}\n\n{text}\n"
-        for value, meaning in members:
-            yield f"- `{value}`{': ' + meaning if meaning else ''}"
+        yield from _enum_section(name, text, members)
+    yield f"\n## RolloutLimits\n\n{inspect.cleandoc(RolloutLimits.__doc__ or '')}"
+    for name, (text, members) in enum_texts(rollproof.core.limits).items():
+        yield from _enum_section(name, text, members)
+
+
+def _enum_section(name: str, text: str, members: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield f"\n## {name}\n\n{text}\n"
+    for value, meaning in members:
+        yield f"- `{value}`{': ' + meaning if meaning else ''}"
 
 
 def options_page() -> Iterator[str]:

@@ -1,0 +1,111 @@
+"""The limits that a stack is configured with, next to the budget that a caller states.
+
+A limit that is declared is met: cases are made one token, or one turn, below it, at it and above
+it, and the checks read it where a sample ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from rollproof.errors import ContractError
+
+__all__ = ["AnswerCut", "RolloutLimits"]
+
+
+class AnswerCut(StrEnum):
+    """Which part of an answer of the environment is kept if it exceeds its limit.
+
+    verl's ``tool_response_truncate_side`` has the same three.
+    """
+
+    START = "start"
+    END = "end"
+    BOTH = "both"
+    """Both ends: the first half, rounded down, and the last tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutLimits:
+    """Limits of a stack's rollouts, in tokens unless they say otherwise; ``None``: no such limit.
+
+    Declare only what the stack itself is configured with. Raises ``ContractError`` for a limit
+    that is not a whole number of at least 1 (``length`` and ``context``: 2).
+
+    Attributes:
+        response: Tokens of a response, those of the environment included.
+        length: Prompt and response together (``max_length``, ``max_seq_len``).
+        context: Prompt and response of one engine call: the engine ends a call there, and refuses
+            a prompt of that length (``max_model_len``).
+        turns: Turns of the model in one rollout, a number of turns.
+        turn_tokens: Tokens that the model samples in one turn.
+        answers_cut_turns: Whether the environment also answers a turn that was cut at
+            ``turn_tokens``; otherwise such a turn is the last one.
+        answer: Tokens of one answer of the environment; a longer one is cut.
+        answer_keeps: The part of a longer answer that is kept.
+    """
+
+    response: int | None = None
+    length: int | None = None
+    context: int | None = None
+    turns: int | None = None
+    turn_tokens: int | None = None
+    answers_cut_turns: bool = False
+    answer: int | None = None
+    answer_keeps: AnswerCut = AnswerCut.START
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in _SIZES:
+            value, least = getattr(self, name), 2 if name in ("length", "context") else 1
+            if value is not None and not (
+                isinstance(value, int) and not isinstance(value, bool) and value >= least
+            ):
+                problems.append(f"{name}={value!r} must be a whole number of at least {least}.")
+        if not isinstance(self.answers_cut_turns, bool):
+            problems.append(f"answers_cut_turns={self.answers_cut_turns!r} must be a bool.")
+        elif self.answers_cut_turns and self.turn_tokens is None:
+            problems.append("answers_cut_turns=True needs turn_tokens, where turns are cut.")
+        try:
+            object.__setattr__(self, "answer_keeps", AnswerCut(self.answer_keeps))
+        except ValueError:
+            problems.append(
+                f"answer_keeps={self.answer_keeps!r} is not valid; choose one of"
+                f" {[str(member) for member in AnswerCut]}."
+            )
+        if problems:
+            raise ContractError("The limits cannot be used:\n  - " + "\n  - ".join(problems))
+
+    @property
+    def total(self) -> int | None:
+        """The tighter of ``length`` and ``context``; ``None`` when neither is set."""
+        bounds = [bound for bound in (self.length, self.context) if bound is not None]
+        return min(bounds) if bounds else None
+
+    def cut_answer(self, answer: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what is left of an answer of the environment."""
+        if self.answer is None or len(answer) <= self.answer:
+            return answer
+        head = {AnswerCut.START: self.answer, AnswerCut.END: 0}.get(
+            self.answer_keeps, self.answer // 2
+        )
+        return answer[:head] + answer[len(answer) - (self.answer - head) :]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-ready form; ``from_dict`` is its inverse."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown keys."""
+        valid = [field.name for field in fields(cls)]
+        unknown = sorted(str(name) for name in set(data) - set(valid))
+        if unknown:
+            raise ContractError(f"Unknown limits {unknown}; the limits are {valid}.")
+        return cls(**data)
+
+
+_SIZES = ("response", "length", "context", "turns", "turn_tokens", "answer")
