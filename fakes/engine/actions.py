@@ -155,12 +155,16 @@ async def _sync_identity(fired: FiredAction) -> None:
 
 async def _sync_fails(fired: FiredAction) -> None:
     fleet = fired.fleet
-    alive = [server for server in fleet.servers.values() if server.alive]
-    # the last server fails: the others have the new weights already
-    for server in alive[-1:]:
-        server.fail_next_load = True
-    await fleet.update(fleet.train())
-    for server in alive[-1:]:
+    broken: list[FakeEngine] = []
+
+    def break_last() -> None:
+        # the last server fails: the others have the new weights already
+        broken.extend([server for server in fleet.servers.values() if server.alive][-1:])
+        for server in broken:
+            server.fail_next_load = True
+
+    await fleet.update(fleet.train(), prepare=break_last)
+    for server in broken:
         server.fail_next_load = False
     # a stack needs time to notice the failure before the update that succeeds
     await fired.pass_steps(RETRY_STEPS)
@@ -172,11 +176,15 @@ async def _sync_twice(fired: FiredAction) -> None:
 
 
 async def _skew(fired: FiredAction) -> None:
-    await fired.fleet.skew(fired.fleet.train(), fired.action.server or fired.call.server_id)
+    fleet = fired.fleet
+    async with fleet.between_updates():
+        # trained only now: an update that came first has older weights
+        await fleet.skew(fleet.train(), fired.action.server or fired.call.server_id)
 
 
 async def _relabel(fired: FiredAction) -> None:
-    fired.fleet.relabel()
+    async with fired.fleet.between_updates():
+        fired.fleet.relabel()
 
 
 async def _kill(fired: FiredAction) -> None:

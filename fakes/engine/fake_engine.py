@@ -10,7 +10,9 @@ while calls run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -33,10 +35,23 @@ from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
 from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
 
-__all__ = ["MAX_LENGTH", "FakeEngine"]
+__all__ = ["MAX_LENGTH", "FakeEngine", "harness_acts"]
 
 MAX_LENGTH = 4096
 """Default limit of a call's prompt and response together, in tokens."""
+
+# a context variable, so that engines that override `load` need not pass it on
+_HARNESS_ACTS: ContextVar[bool] = ContextVar("rollproof_harness_acts", default=False)
+
+
+@contextmanager
+def harness_acts() -> Iterator[None]:
+    """Record what is done to servers within the block as rollproof's own doing."""
+    token = _HARNESS_ACTS.set(True)
+    try:
+        yield
+    finally:
+        _HARNESS_ACTS.reset(token)
 
 
 class FakeEngine:
@@ -213,7 +228,8 @@ class FakeEngine:
         """Load weights ``version`` in a transfer of one step, also while calls run, and show
         ``label``.
 
-        Without a label the server shows ``None``: nothing was published for these weights. Raises
+        Without a label the server shows ``None``: nothing was published for these weights.
+        ``identity`` is accepted and ignored: versions are equal if and only if weights are. Raises
         ``TransferFailed`` if ``fail_next_load`` is set; the weights then stay.
         """
         self._refuse_dead()
@@ -233,9 +249,11 @@ class FakeEngine:
                 f"The weight transfer to {self.server_id} broke in the middle; it still serves"
                 f" version {self.version}."
             )
+        # a procedure of a user's own does not know what an identity update is, or may be mistaken
+        same = version == self.version
         self._scheduler.reweigh(version)
         # a label of the old weights must never be shown for the new ones, so both change here
-        self._publish(label, loaded=True, identity=identity)
+        self._publish(label, loaded=True, identity=same)
 
     def relabel(self, label: Version) -> None:
         """Publish ``label``; the weights stay."""
@@ -282,8 +300,9 @@ class FakeEngine:
         self.alive = True
         self._recorder.record(Fault(what="revive", server_id=self.server_id))
         if version is not None and (version, label) != (self.version, self.label):
+            same = version == self.version
             self._scheduler.reweigh(version)
-            self._publish(label, loaded=True)
+            self._publish(label, loaded=True, identity=same)
 
     def progress(self) -> dict[int, int]:
         """Return the tokens sampled by each call in flight, by call id."""
@@ -319,6 +338,7 @@ class FakeEngine:
                 identity=identity,
                 flushed=not self._scheduler.holds_kv,
                 progress=self.progress(),
+                by_harness=_HARNESS_ACTS.get(),
             )
         )
 

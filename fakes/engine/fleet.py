@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -33,7 +34,7 @@ from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.balancer import Balancer
 from rollproof.fakes.engine.exceptions import ServerDied
-from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
+from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine, harness_acts
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.ray_handles import RayHandle
@@ -87,6 +88,12 @@ class Fleet:
         self._labels = case.first_version
         self._trained = self._claimed = case.first_version
         self._updating = 0
+        # set while no update runs
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        # held while the harness itself changes weights or labels
+        self._acting = asyncio.Lock()
+        self._waiting: set[asyncio.Task[Any] | None] = set()
         self._true: dict[int, int] = {}
         self._synced: tuple[int, Version] = (case.first_version, case.first_version)
         # one update at a time; the known bug updates-interleave does without this lock
@@ -155,20 +162,28 @@ class Fleet:
         """
         self._updater = updater
 
-    async def update(self, label: int | None) -> bool:
+    async def update(
+        self, label: int | None, *, prepare: Callable[[], None] = lambda: None
+    ) -> bool:
         """Run one weight update and return whether it succeeded.
 
-        An error of the updater is recorded as a fault.
+        It begins when no skew is under way; ``prepare`` is called then. An error of the updater is
+        recorded as a fault.
         """
-        if label is None:
-            self._train_if_claimed()
-        version = self.weights_of(label)
-        self.recorder.record(Update(version=version, label=label, phase=UpdatePhase.ASKED))
-        self._updating += 1
+        async with self._turn():
+            if label is None:
+                self._train_if_claimed()
+            version = self.weights_of(label)
+            self.recorder.record(Update(version=version, label=label, phase=UpdatePhase.ASKED))
+            self._updating += 1
+            self._quiet.clear()
+            prepare()
         try:
             succeeded = await self._succeeds(lambda: self._updater(label))
         finally:
             self._updating -= 1
+            if not self._updating:
+                self._quiet.set()
         if label is not None or not succeeded:
             phase = UpdatePhase.ENDED if succeeded else UpdatePhase.FAILED
         else:  # without a label the stack chooses the weights
@@ -178,7 +193,37 @@ class Fleet:
 
     async def skew(self, label: int, server_id: str) -> bool:
         """Run the default update on one server only; the others follow at the next sync."""
-        return await self._succeeds(lambda: self.sync(label, servers=(server_id,)))
+        with harness_acts():
+            return await self._succeeds(lambda: self.sync(label, servers=(server_id,)))
+
+    @asynccontextmanager
+    async def between_updates(self) -> AsyncIterator[None]:
+        """Wait until no weight update runs, and let none begin within the block."""
+        # A load, a label or a resume of the harness in the middle of a stack's own procedure would
+        # look like the stack's, whose code cannot know of it.
+        while True:
+            self._waiting.add(asyncio.current_task())
+            try:
+                await self._quiet.wait()
+            finally:
+                self._waiting.discard(asyncio.current_task())
+            async with self._turn():
+                if self._updating:
+                    continue
+                yield
+                return
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        self._waiting.add(asyncio.current_task())
+        try:
+            await self._acting.acquire()
+        finally:
+            self._waiting.discard(asyncio.current_task())
+        try:
+            yield
+        finally:
+            self._acting.release()
 
     async def _succeeds(self, update: Callable[[], Awaitable[None] | None]) -> bool:
         try:
@@ -223,17 +268,17 @@ class Fleet:
             clear = self.clear_cache if clear_cache is None else clear_cache
             try:
                 await _each(server.pause(mode, clear) for server in targets)
-                await _each(
-                    server.load(true, version, identity=true == server.version)
-                    for server in targets
-                )
+                await _each(server.load(true, version) for server in targets)
                 if servers is None:
                     self._synced = (true, version)
             finally:
                 await _each(server.resume() for server in targets)
 
     async def revive(self, server_id: str) -> None:
-        """Restart a dead server with the newest weights of the fleet, after a sync that runs."""
+        """Restart a dead server with the newest weights of the fleet, after a sync that runs.
+
+        A procedure of the subject's own is not waited for: it may wait for the server.
+        """
         async with self._lock:
             alive = [server for server in self.servers.values() if server.alive]
             candidates = [
@@ -241,15 +286,17 @@ class Fleet:
                 *((server.version, server.label) for server in [*alive, self._server(server_id)]),
             ]
             version, label = max(candidates, key=lambda pair: pair[0])
-            self._server(server_id).revive(version, label)
+            with harness_acts():
+                self._server(server_id).revive(version, label)
 
     def relabel(self) -> None:
         """Publish a new label on every living server; the weights stay."""
         label = self.train(identity=True)
         self._synced = (self._synced[0], label)
-        for server in self.servers.values():
-            if server.alive:
-                server.relabel(label)
+        with harness_acts():
+            for server in self.servers.values():
+                if server.alive:
+                    server.relabel(label)
 
     async def settle(self) -> None:
         """Wait until the effects of all fired actions are complete.
@@ -263,9 +310,10 @@ class Fleet:
             if not done:
                 self._giving_up = True
                 for task in tasks:
-                    if task in late:
+                    if task in late and task not in self._waiting:
                         self.recorder.record(Fault(what="update-hung", detail=task.get_name()))
-                        task.cancel()
+                for task in late:
+                    task.cancel()
                 await asyncio.gather(*late, return_exceptions=True)
         self.raise_error()
 

@@ -12,7 +12,16 @@ import pytest
 from rollproof.core.case import ActionKind, EngineOptions
 from rollproof.core.contract import KvPolicy
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.events.rollout import Fault, Pause, Reply, Result, Resume, Weights
+from rollproof.core.events.rollout import (
+    Fault,
+    Pause,
+    Reply,
+    Result,
+    Resume,
+    Update,
+    UpdatePhase,
+    Weights,
+)
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.verification.runner import run_case
@@ -256,3 +265,99 @@ def test_kv_policy(mode: PauseMode, clear: bool, cache: bool, policy: KvPolicy) 
         assert fleet.engine_contract.kv_policy is policy
 
     on_clock(main)
+
+
+class _Slow(AsSampled):
+    """An own procedure: pause, three steps, load, resume, server by server."""
+
+    async def update_weights(self, version: int | None) -> None:
+        for server in self.fleet.servers.values():
+            await server.pause(PauseMode.ABORT)
+        for server in self.fleet.servers.values():
+            await asyncio.sleep(3.0)
+            await server.load(self.fleet.weights_of(version), version)
+        for server in self.fleet.servers.values():
+            await server.resume()
+
+
+@pytest.mark.parametrize("kind", [ActionKind.SKEW, ActionKind.RELABEL])
+def test_the_harness_changes_no_weights_in_the_middle_of_an_update(kind: ActionKind) -> None:
+    """A skew or a label that fires during a stack's own procedure comes after its end, newer than
+    it, and is recorded as the harness's.
+    """
+    trace = run_case(
+        _Slow,
+        case(
+            act(ActionKind.SYNC, 1),
+            act(kind, 1, request="r1"),
+            requests=(R0, replace(R1, max_tokens=20)),
+            servers=2,
+        ),
+    )
+    ended = next(event for event in seen(trace, Update) if event.phase is UpdatePhase.ENDED)
+    changes = seen(trace, Weights)[2:]
+    before = [event for event in changes if event.index < ended.index]
+    after = [event for event in changes if event.index > ended.index]
+    assert [(False, 1)] * 2 == [(event.by_harness, event.label) for event in before]
+    assert {(True, 2)} == {(event.by_harness, event.label) for event in after}
+
+
+def test_an_update_waits_for_a_skew_that_is_under_way() -> None:
+    """Its procedure finds no server paused by somebody else, and its weights are the newest."""
+    trace = run_case(
+        _Slow,
+        case(
+            act(ActionKind.SKEW, 1, server="s1"),
+            act(ActionKind.SYNC, 1, request="r1"),
+            requests=(R0, R1),
+            servers=2,
+        ),
+    )
+    asked = next(event for event in seen(trace, Update) if event.phase is UpdatePhase.ASKED)
+    skewed = next(event for event in seen(trace, Weights) if event.by_harness)
+    assert skewed.index < asked.index
+    assert [2, 2] == [event.version for event in seen(trace, Weights)[-2:]]
+
+
+def test_a_skew_waits_in_vain_for_an_update_that_hangs() -> None:
+    """Only the update is recorded as hung."""
+
+    class Hangs(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Wait for an acknowledgement that never comes."""
+            await asyncio.get_running_loop().create_future()
+
+    trace = run_case(
+        Hangs, case(act(ActionKind.SYNC, 1), act(ActionKind.SKEW, 2), deadline=100.0)
+    )
+    hung = [event.detail for event in seen(trace, Fault) if event.what == "update-hung"]
+    assert ["action 1: sync at r0/1"] == hung
+
+
+def test_a_revival_of_the_harness_is_recorded_as_such() -> None:
+    """The weights that a restarted server comes back with are no load of the stack's."""
+    trace = ran(
+        act(ActionKind.KILL, 1, server="s1", steps=4),
+        act(ActionKind.SYNC, 1, request="r1"),
+        requests=(R0, R1),
+        servers=2,
+    )
+    assert [("s0", 1, False), ("s1", 1, True)] == [
+        (event.server_id, event.version, event.by_harness) for event in seen(trace, Weights)[2:]
+    ]
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_the_engine_knows_by_itself_whether_weights_are_equal(claimed: bool) -> None:
+    """Whatever a caller says of a load, or does not say."""
+
+    class Claims(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Load with a claim of its own."""
+            for server in self.fleet.servers.values():
+                await server.load(self.fleet.weights_of(version), version, identity=claimed)
+
+    trace = run_case(Claims, case(act(ActionKind.SYNC_IDENTITY, 1), act(ActionKind.SYNC, 2)))
+    assert [(0, True), (2, False)] == [
+        (event.version, event.identity) for event in seen(trace, Weights)[1:]
+    ]

@@ -204,6 +204,8 @@ class Weights(Event):
         loaded: ``False`` if only the label changed.
         identity: Whether the new weights equal the old ones.
         progress: As in ``Pause``.
+        by_harness: Whether rollproof loaded or labelled them itself (a skew, a revival, a label of
+            its own), not the stack.
     """
 
     kind: ClassVar[str] = "weights"
@@ -215,6 +217,8 @@ class Weights(Event):
     identity: bool = False
     flushed: bool = False
     progress: Mapping[int, int] | None = None
+    # what the harness does to a server must not count as the stack's doing
+    by_harness: bool = False
 
 
 class UpdatePhase(StrEnum):
