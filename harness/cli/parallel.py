@@ -310,7 +310,17 @@ def _exit_without_progress(about: str) -> None:
 
 
 def _packed(report: Report, *, interrupted: bool) -> _Outcome:
-    names = ("verdict", "reason", "exercised", "findings", "found", "kinds", "known", "otherwise")
+    names = (
+        "verdict",
+        "reason",
+        "exercised",
+        "findings",
+        "found",
+        "kinds",
+        "known",
+        "otherwise",
+        "flavours",
+    )
     results = [
         {"check": result.id, **{name: getattr(result, name) for name in names}}
         for result in report.results

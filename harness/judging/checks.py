@@ -25,6 +25,7 @@ from rollproof.errors import UsageError
 if TYPE_CHECKING:
     from rollproof.core.events.base import Event
     from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.preceding_events import PrecedingEvents
     from rollproof.judging.request_view import RequestView
 
 __all__ = [
@@ -72,6 +73,8 @@ class Finding:
     kind: The title without what differs from place to place and from run to run. It distinguishes a
         known fault from another one of the same check.
     witness: The path of the counterexample, filled in by the entry point.
+    flavour: The engine flavour of its trace, filled in by the judge; ``""`` if the trace has none.
+    after: The last events that preceded it, in words, filled in by the judge.
     """
 
     check_id: str
@@ -82,6 +85,8 @@ class Finding:
     hint: str = ""
     kind: str = ""
     witness: str | None = None
+    flavour: str = ""
+    after: tuple[str, ...] = ()
 
 
 Applies: TypeAlias = "Callable[[Contract], str | None]"
@@ -208,7 +213,8 @@ class Collector:
 
     It stores the first ``keep`` findings and the first one of each kind, and counts the others.
     ``excused`` counts by reason the traces for which the check said that it is inapplicable,
-    ``judged`` the other ones.
+    ``judged`` the other ones. ``flavours`` are the engine flavours on which each kind was found,
+    ``preceding`` are the events of the trace that is being judged.
     """
 
     __slots__ = (
@@ -219,9 +225,11 @@ class Collector:
         "crash",
         "excused",
         "findings",
+        "flavours",
         "found",
         "judged",
         "kinds",
+        "preceding",
         "reasons",
     )
 
@@ -237,6 +245,8 @@ class Collector:
         self.crash: str | None = None
         self.excused: dict[str, int] = {}
         self.judged: int = 0
+        self.flavours: dict[str, dict[str, None]] = {}
+        self.preceding: PrecedingEvents | None = None
         self._inapplicable: str | None = None
         self._limit = keep
 
@@ -281,6 +291,10 @@ class Collector:
         # A finding is also exercise: a check that fails has seen the situation.
         kind = self._count(title if kind is None else kind, 1)
         self.found += 1
+        preceding = self.preceding
+        flavour = "" if preceding is None else preceding.flavour
+        if flavour:
+            self.flavours.setdefault(kind, {})[flavour] = None
         # The first finding of each kind is always stored: a known failure with a thousand findings
         # must not hide a new one.
         if len(self.findings) < self._limit or self.kinds.get(kind) == 1:
@@ -294,6 +308,8 @@ class Collector:
                     where=place,
                     hint=hint,
                     kind=kind,
+                    flavour=flavour,
+                    after=() if preceding is None else preceding.before(place),
                 )
             )
 
@@ -349,6 +365,8 @@ class Collector:
         self.found += other.found
         for kind, times in other.kinds.items():
             self._count(kind, times)
+        for kind, flavours in other.flavours.items():
+            self.flavours.setdefault(kind, {}).update(flavours)
         self.judged += other.judged
         self.crash = self.crash or other.crash
 
@@ -391,6 +409,7 @@ class Collector:
             findings=tuple(self.findings),
             found=self.found,
             kinds=dict(self.kinds),
+            flavours={kind: tuple(names) for kind, names in self.flavours.items()},
         )
 
 
@@ -407,6 +426,7 @@ class CheckResult:
     kinds: The number of findings of each kind.
     known: The reasons of the known failures that it showed.
     otherwise: The findings that no known failure explains, by kind.
+    flavours: The engine flavours on which each kind was found, in the order of the run.
     """
 
     check: Check
@@ -418,6 +438,7 @@ class CheckResult:
     kinds: Mapping[str, int] = field(default_factory=dict)
     known: tuple[str, ...] = ()
     otherwise: Mapping[str, int] = field(default_factory=dict)
+    flavours: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -15,13 +15,17 @@ from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
+    Abort,
     Admit,
     Call,
     Fault,
     Observation,
+    Pause,
     Reply,
     Result,
+    Resume,
     Submit,
+    Update,
     Weights,
 )
 from rollproof.core.oracle import Oracle
@@ -36,6 +40,7 @@ from rollproof.judging.checks import (
     Verdict,
 )
 from rollproof.judging.partial_replies import assign_partial_replies, streamed
+from rollproof.judging.preceding_events import PrecedingEvents
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import Attempt, RequestView
 from rollproof.judging.weight_history import WeightHistory
@@ -226,6 +231,9 @@ class Judge:
         self._trace_checks = [make(self.context) for make, _ in self._plan.traces]
         self._crashed: set[int] = set()
         self._readers = self._plan.readers_of(self._trace_checks)
+        self._preceding = PrecedingEvents(header, self.context.open, self._ended)
+        for collector in self._plan.collectors:
+            collector.preceding = self._preceding
 
     def feed(self, event: Event) -> None:
         """Take one event."""
@@ -268,9 +276,11 @@ class Judge:
                 collector.crashed(describe_error(error))
         for collector in self._plan.collectors:
             collector.close()
+            collector.preceding = None
         self._tally.traces += 1
 
     def _reply(self, event: Reply) -> None:
+        self._preceding.add(event)
         if event.call_id in self._calls:
             view, attempt = self._calls[event.call_id]
             attempt.replies.append(event)
@@ -309,18 +319,24 @@ class Judge:
         )
 
     def _weights(self, event: Weights) -> None:
+        self._preceding.add(event)
         self.context.history.updates.append(event)
 
     def _observation(self, event: Observation) -> None:
+        self._preceding.add(event)
         if event.request_id in self.context.open:
             self.context.open[event.request_id].observations.append(event)
 
     def _fault(self, event: Fault) -> None:
+        self._preceding.add(event)
         if event.call_id in self._calls:
             view, attempt = self._calls[event.call_id]
             attempt.faults.append(event)
             if attempt.broke:
                 assign_partial_replies(view)
+
+    def _precede(self, event: Event) -> None:
+        self._preceding.add(event)
 
     def _result(self, event: Result) -> None:
         view = self.context.open.get(event.request_id)
@@ -342,6 +358,7 @@ class Judge:
             ),
         ]
         overlapping_calls = view.overlapping_calls
+        self._preceding.view = view
         for check, collector in self._plan.requests:
             if view.unattributed_calls:
                 collector.absent(UNATTRIBUTED_CALLS)
@@ -354,6 +371,7 @@ class Judge:
                 check(view, collector)
             except Exception as error:  # noqa: BLE001 - as above
                 collector.crashed(describe_error(error))
+        self._preceding.view = None
         self.context.open.pop(view.request.request_id, None)
         for attempt in view.attempts:
             self._calls.pop(attempt.call.call_id, None)
@@ -377,4 +395,5 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Observation: Judge._observation,
     Fault: Judge._fault,
     Result: Judge._result,
+    **dict.fromkeys((Abort, Pause, Resume, Update), Judge._precede),
 }

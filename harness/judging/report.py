@@ -171,6 +171,7 @@ def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:
         "kinds": dict(result.kinds),
         "known": list(result.known),
         "otherwise": dict(result.otherwise),
+        "flavours": {kind: list(names) for kind, names in result.flavours.items()},
         "findings": [
             {
                 "title": finding.title,
@@ -180,6 +181,8 @@ def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:
                 "observed": finding.observed,
                 "hint": finding.hint,
                 "witness": finding.witness,
+                "flavour": finding.flavour,
+                "after": list(finding.after),
             }
             for finding in result.findings
         ],

@@ -31,6 +31,10 @@ _WIDTH = 118
 # Seven ids and more would wrap, and hide the reason at the end of the line.
 _NAMED = 6
 """A line that gathers more checks than this counts them, and names none."""
+KINDS = 3
+"""Kinds of findings of a check that are shown without ``-v``, one finding each."""
+_FLAVOURS = 6
+"""Engine flavours that a finding names; the others are counted."""
 _PLACE_KEYS = {
     key: rank
     for rank, key in enumerate(
@@ -81,14 +85,19 @@ _VERDICTS: Mapping[str, tuple[str, Style]] = {
 
 
 def report_lines(
-    report: Mapping[str, Any], *, verbose: bool = False, findings: int = 3, gather: bool = False
+    report: Mapping[str, Any],
+    *,
+    verbose: bool = False,
+    findings: int | None = KINDS,
+    gather: bool = False,
 ) -> Iterator[Line]:
     """Yield the lines of a report: head, checks, situations, self-test, notes and summary.
 
     Args:
         report: the JSON form of the report.
         verbose: list every check, also those that passed and those that do not apply.
-        findings: how many findings of each failing check to show.
+        findings: how many findings of each failing check to show, each of another kind; ``None``:
+            one of every kind.
         gather: count the unknown checks that were not exercised in one line, because a recorded run
             meets few situations.
     """
@@ -98,6 +107,7 @@ def report_lines(
         if verbose
         else ("fail", "expected fail", "unknown")
     )
+    shown_kinds = None if verbose and findings else findings
     for verdict in shown:
         checks = [check for check in report["checks"] if check["verdict"] == verdict]
         idle = [
@@ -114,7 +124,7 @@ def report_lines(
         for check in checks:
             if check not in idle:
                 yield from check_lines(
-                    check, findings=0 if verdict == "expected fail" and not verbose else findings
+                    check, findings=0 if verdict == "expected fail" and not verbose else shown_kinds
                 )
         if idle:
             yield (
@@ -160,11 +170,13 @@ def summary_text(report: Mapping[str, Any]) -> str:
     return f"{_checks(sum(summary.values()))}: {', '.join(parts)}"
 
 
-def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line]:
-    """Yield one check: verdict, id and reason, then its first ``findings`` findings."""
+def check_lines(check: Mapping[str, Any], *, findings: int | None = KINDS) -> Iterator[Line]:
+    """Yield one check: verdict, id and reason, then one finding each of its first ``findings``
+    kinds (``None``: of every kind).
+    """
     word, style = _VERDICTS[check["verdict"]]
     # The reason of a failure is the number of its findings, which are shown below.
-    shows_findings = check["verdict"] == "fail" and findings
+    shows_findings = check["verdict"] == "fail" and findings != 0
     reason = "" if check["verdict"] == "pass" or shows_findings else check["reason"]
     if check.get("otherwise"):
         known = f" (known: {'; '.join(check['known'])})" if check["known"] else ""
@@ -173,26 +185,42 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
     exercised = f" (exercised {times:,} times)" if check["verdict"] == "pass" else ""
     detail = f": {reason}" if reason else ""
     yield style, wrapped(f"  {word}  {check['id']}{exercised}{detail}", "      ")
-    for number, finding in enumerate(check["findings"][:findings], 1):
-        yield from finding_lines(finding, number, check["id"] if number == 1 else "")
+    one_each = _one_of_each_kind(check["findings"])
+    shown = one_each[:findings]
+    flavours: Mapping[str, Sequence[str]] = check.get("flavours", {})
+    for number, finding in enumerate(shown, 1):
+        on = flavours.get(finding.get("kind", "")) or (finding.get("flavour", ""),)
+        yield from finding_lines(finding, number, check["id"] if number == 1 else "", on)
     # The judge counts all findings, and keeps only the first ones.
-    more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
-    if more > 0 and findings:
-        yield (
-            Style.FAINT,
-            f"     ... and {more:,} more finding{'s' if more > 1 else ''} of this check",
-        )
+    more = check.get("found", len(check["findings"])) - len(shown)
+    if more > 0 and shown:
+        others = max(len(check.get("kinds", ())), len(one_each)) - len(shown)
+        kinds = f", of {others} other kind{'s' if others > 1 else ''} too" if others > 0 else ""
+        hint = " (-v shows one of each kind)" if len(one_each) > len(shown) else ""
+        rest = f"{more:,} more finding{'s' if more > 1 else ''}"
+        yield Style.FAINT, f"     ... and {rest} of this check{kinds}{hint}"
+
+
+def _one_of_each_kind(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the first finding of each kind: further ones differ from it by their place alone."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for finding in findings:
+        first.setdefault(finding.get("kind") or finding["title"], finding)
+    return list(first.values())
 
 
 def finding_lines(
-    finding: Mapping[str, Any], number: int = 1, check_id: str = ""
+    finding: Mapping[str, Any], number: int = 1, check_id: str = "", flavours: Sequence[str] = ()
 ) -> Iterator[Line]:
-    """Yield one finding: title, place, expected, observed, hint, and the commands that say more of
-    the check ``check_id`` and that run the counterexample again.
+    """Yield one finding: title, place, the engine flavours on which its kind was found, what
+    preceded it, expected, observed, hint, and the commands that say more of the check ``check_id``
+    and that run the counterexample again.
     """
     yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
     rows = [
         ("where", _place(finding["where"])),
+        ("engine" if len(flavours) < 2 else "engines", _flavours(finding, flavours)),
+        ("after", "; ".join(finding.get("after", ()))),
         ("expected", finding["expected"]),
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
@@ -205,6 +233,14 @@ def finding_lines(
     for name, value in rows:
         if value:
             yield Style.PLAIN, wrapped(f"       {name:<9} {value}", " " * 17)
+
+
+def _flavours(finding: Mapping[str, Any], flavours: Sequence[str]) -> str:
+    """Return the flavours of a kind, that of the finding itself first."""
+    own = finding.get("flavour", "")
+    names = [name for name in dict.fromkeys((own, *flavours)) if name]
+    more = len(names) - _FLAVOURS
+    return ", ".join(names[:_FLAVOURS]) + (f" and {more} more" if more > 0 else "")
 
 
 def text_of(lines: Iterator[Line] | Sequence[Line]) -> str:

@@ -1,7 +1,11 @@
-"""Counterexamples: shrunk traces on disk, one file per failing check, for ``rollproof replay``."""
+"""Counterexamples: shrunk traces on disk, for ``rollproof replay``.
+
+``CHECK.json`` shows how a check fails; ``CHECK.2.json`` and so on show further kinds of findings.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,16 +16,21 @@ from rollproof.errors import TraceError, UsageError
 __all__ = ["delete_counterexamples", "write_counterexample"]
 
 
-def write_counterexample(folder: Path, check_id: str, trace: Trace) -> Path:
-    """Write the counterexample of a check into ``folder`` and return the file.
+def write_counterexample(folder: Path, check_id: str, trace: Trace, number: int = 1) -> Path:
+    """Write the counterexample ``number`` of a check into ``folder`` and return the file.
 
-    The folder is made if need be. Raises ``TraceError``.
+    The folder is made if need be. The first one deletes the further ones of an earlier run. Raises
+    ``TraceError``.
     """
     from rollproof.store import dump_trace
 
     folder.mkdir(parents=True, exist_ok=True)
-    path = _path(folder, check_id)
+    path = _path(folder, check_id, number)
     dump_trace(trace, path)
+    if number == 1:
+        for further in _further(folder, check_id):
+            if _is_counterexample(further, trace.header.subject):
+                further.unlink(missing_ok=True)
     return path
 
 
@@ -33,9 +42,10 @@ def delete_counterexamples(folder: Path, check_ids: Iterable[str], *, subject: s
     """
     if not folder.is_dir():
         return
-    for path in (_path(folder, check_id) for check_id in sorted(check_ids)):
-        if _is_counterexample(path, subject):
-            path.unlink(missing_ok=True)
+    for check_id in sorted(check_ids):
+        for path in (_path(folder, check_id), *_further(folder, check_id)):
+            if _is_counterexample(path, subject):
+                path.unlink(missing_ok=True)
     with suppress(OSError):  # the folder is not empty
         folder.rmdir()
 
@@ -52,5 +62,11 @@ def _is_counterexample(path: Path, subject: str) -> bool:
     return header.subject == subject and header.case is not None
 
 
-def _path(folder: Path, check_id: str) -> Path:
-    return folder / f"{check_id}.json"
+def _path(folder: Path, check_id: str, number: int = 1) -> Path:
+    return folder / (f"{check_id}.json" if number == 1 else f"{check_id}.{number}.json")
+
+
+def _further(folder: Path, check_id: str) -> list[Path]:
+    """Return the existing counterexamples of a check from the second on."""
+    name = re.compile(rf"{re.escape(check_id)}\.\d+\.json")
+    return sorted(path for path in folder.iterdir() if name.fullmatch(path.name))

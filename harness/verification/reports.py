@@ -101,6 +101,8 @@ def _expected_everywhere(reports: list[Report]) -> dict[str, str]:
     }
 
 
+_FINDINGS = 8
+"""Findings of a check in a merged report; more if it has more kinds."""
 _LEADING = (Verdict.FAIL, Verdict.PASS, Verdict.UNKNOWN, Verdict.NOT_APPLICABLE)
 """Which verdict of several subjects stands for all of them."""
 
@@ -121,16 +123,23 @@ def _merged(results: Sequence[CheckResult]) -> CheckResult:
     unknown_failures_first = sorted(
         results, key=lambda result: bool(result.known) and not result.otherwise
     )
+    findings = [finding for result in unknown_failures_first for finding in result.findings]
+    first_of_kind = {finding.kind: finding for finding in reversed(findings)}
+    # the first finding of each kind, so that none hides another one, and some more
+    findings.sort(key=lambda finding: finding is not first_of_kind[finding.kind])
+    flavours: dict[str, dict[str, None]] = {}
+    for result in results:
+        for kind, names in result.flavours.items():
+            flavours.setdefault(kind, {}).update(dict.fromkeys(names))
     return replace(
         leading,
         exercised=dict(exercised),
-        findings=tuple(finding for result in unknown_failures_first for finding in result.findings)[
-            :8
-        ],
+        findings=tuple(findings[: max(_FINDINGS, len(first_of_kind))]),
         found=sum(result.found for result in results),
         kinds=_sum(result.kinds for result in results),
         known=tuple(dict.fromkeys(reason for result in results for reason in result.known)),
         otherwise=_sum(result.otherwise for result in results),
+        flavours={kind: tuple(names) for kind, names in flavours.items()},
     )
 
 

@@ -7,6 +7,7 @@ judges again.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections import Counter
@@ -28,11 +29,12 @@ from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Trace
 from rollproof.errors import TraceError, UsageError
 from rollproof.invariants import default_registry
-from rollproof.judging.checks import Check, CheckResult, Verdict
+from rollproof.judging.checks import Check, CheckResult, Finding, Verdict
 from rollproof.judging.judge import Tally
 from rollproof.judging.known_failures import KnownFailureLedger, KnownFailures
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Interrupted, Report
+from rollproof.reporting.text import KINDS
 from rollproof.simulation.virtual_loop import DEADLOCK
 from rollproof.simulation.watchdog import STUCK
 from rollproof.verification.argument_checks import (
@@ -74,6 +76,8 @@ _TRIES = 150
 """Cases that shrinking one failure may run."""
 _SLOW_TRIES = 15
 """The same if each case may cost seconds."""
+_KIND_TRIES = 40
+"""Cases that shrinking a further kind of findings of a failing check may run."""
 
 
 def run_conformance(
@@ -271,9 +275,10 @@ class _Campaign:
     ledger: KnownFailureLedger
     tally: Tally = field(init=False)
     exercised: Counter[str] = field(default_factory=Counter)
-    failing: dict[str, Case] = field(default_factory=dict)
-    """The first case in which each check failed."""
-    failing_in_a_new_way: dict[str, Case] = field(default_factory=dict)
+    failing: dict[str, dict[str, Case]] = field(default_factory=dict)
+    """By check, the first case in which each kind of finding arose."""
+    failing_in_a_new_way: dict[str, dict[str, Case]] = field(default_factory=dict)
+    """The same for kinds that no known failure of the check explains."""
     clean: list[Trace] = field(default_factory=list)
     """Traces without findings, for the self-test."""
     notes: list[str] = field(default_factory=list)
@@ -345,9 +350,14 @@ class _Campaign:
         for check_id, kinds in failed.items():
             if check_id not in self.failing and hung:
                 self.slow.add(check_id)
-            self.failing.setdefault(check_id, case)
-            if not self.ledger.record(check_id, kinds, arisen):
-                self.failing_in_a_new_way.setdefault(check_id, case)
+            unexplained = self.ledger.unexplained(check_id, kinds, arisen)
+            self.ledger.record(check_id, kinds, arisen)
+            for first_cases, its_kinds in (
+                (self.failing, list(kinds)),
+                (self.failing_in_a_new_way, unexplained),
+            ):
+                for kind in its_kinds:
+                    first_cases.setdefault(check_id, {}).setdefault(kind, case)
         if not failed:
             self._keep_clean(trace)
 
@@ -368,7 +378,41 @@ class _Campaign:
             self.options.progress(Progress(done=done, total=total, what=what))
 
     def _shrunk(self, result: CheckResult) -> CheckResult:
-        """Return the result with the findings of its smallest case, and that case on disk."""
+        """Return the result with findings of smallest cases, and those cases on disk.
+
+        The first kinds of findings have a case each; a hint for one kind may be wrong for another.
+        """
+        first_cases = (self.failing_in_a_new_way if result.otherwise else self.failing)[result.id]
+        findings: list[Finding] = []
+        for kind, case in first_cases.items():
+            shown = {_kind_alone(finding.kind) for finding in findings}
+            if _kind_alone(kind) in shown or len(shown) >= KINDS:
+                continue
+            trace, found = self._smallest(result, kind, case, further=bool(findings))
+            found = [finding for finding in found if _kind_alone(finding.kind) not in shown]
+            if found:
+                number = len({finding.witness for finding in findings}) + 1
+                path = self._write(result.id, trace, number)
+                findings += [replace(finding, witness=path) for finding in found]
+        if not findings:
+            self.notes.append(
+                f"{result.id} failed, but not when its case was run again: the subject does not"
+                " repeat itself"
+            )
+            return result
+        shown = {_kind_alone(finding.kind) for finding in findings}
+        # what was not shrunk is shown as it was found, without a counterexample
+        findings += [
+            finding
+            for finding in result.findings
+            if finding.kind in first_cases and _kind_alone(finding.kind) not in shown
+        ]
+        return replace(result, findings=tuple(findings))
+
+    def _smallest(
+        self, result: CheckResult, kind: str, first: Case, *, further: bool
+    ) -> tuple[Trace, list[Finding]]:
+        """Return the trace of the smallest case found that shows ``kind``, and its findings."""
         # One check alone judges the candidates: with all of them another fault could take over
         # while the case shrinks, and the counterexample would show that one.
         alone = Registry([result.check])
@@ -389,45 +433,38 @@ class _Campaign:
             if len(self.stuck) >= _STUCK:
                 return False
             trace = self._trace(case)
+            shown = {_kind_alone(found) for found in news(trace, judged(trace))}
             # A contract that no longer matches the case's model is not the subject's fault: a
             # contract of a fixed size keeps it while the case shrinks to the smallest model.
-            return bool(news(trace, judged(trace))) and declares(trace.header.contract, case.model)
+            return _kind_alone(kind) in shown and declares(trace.header.contract, case.model)
 
-        first = (self.failing_in_a_new_way if result.otherwise else self.failing)[result.id]
         # a case with a stuck step is not run again: that would take minutes
         smallest = next((trace for case, trace in self.stuck if case is first), None)
         if smallest is None:
-            tries = _SLOW_TRIES if result.id in self.slow else _TRIES
+            tries = _KIND_TRIES if further else _TRIES
+            tries = min(tries, _SLOW_TRIES) if result.id in self.slow else tries
             smallest = self._trace(shrink(first, fails, tries=tries))
         tally = judged(smallest)
         kinds = news(smallest, tally)
-        findings = [
-            finding for finding in tally.judgement()[result.id].findings if finding.kind in kinds
-        ]
-        if not findings:
-            self.notes.append(
-                f"{result.id} failed, but not when its case was run again: the subject does not"
-                " repeat itself"
-            )
-            return result
-        path = self._write(result.id, smallest)
-        return replace(
-            result, findings=tuple(replace(finding, witness=path) for finding in findings)
+        findings = tally.judgement()[result.id].findings
+        return smallest, sorted(
+            (finding for finding in findings if finding.kind in kinds),
+            key=lambda finding: _kind_alone(finding.kind) != _kind_alone(kind),
         )
 
-    def _write(self, check_id: str, trace: Trace) -> str | None:
+    def _write(self, check_id: str, trace: Trace, number: int) -> str | None:
         """Write a counterexample, into a temporary folder if its own cannot be written to."""
         folder = self.options.counterexample_dir
         if folder is None:
             return None
         try:
-            return str(write_counterexample(folder, check_id, trace))
+            return str(write_counterexample(folder, check_id, trace, number))
         except (TraceError, OSError) as error:
             trouble = f"The counterexample of {check_id} could not be kept in {folder}/"
             trouble += f" ({describe_error(error)})"
         try:
             path = write_counterexample(
-                Path(tempfile.mkdtemp(prefix="rollproof-")), check_id, trace
+                Path(tempfile.mkdtemp(prefix="rollproof-")), check_id, trace, number
             )
         except (TraceError, OSError):
             self.notes.append(trouble)
@@ -452,6 +489,11 @@ class _Campaign:
         if not self.clean or len(trace.events) > len(self.clean[-1].events):
             self.clean.append(trace)
             del self.clean[:-4]
+
+
+def _kind_alone(kind: str) -> str:
+    """Return a kind without numbers: a check of a user's own may leave some in its titles."""
+    return re.sub(r"\d+", "#", kind)
 
 
 def _slow_hang(event: Event) -> str | None:

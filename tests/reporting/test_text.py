@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from rollproof.reporting.text import Style, report_lines, summary_text, text_of
+from rollproof.reporting.text import (
+    Style,
+    check_lines,
+    finding_lines,
+    report_lines,
+    summary_text,
+    text_of,
+)
 
 FINDING: dict[str, Any] = {
     "title": "Routes hold more rows than the sample has tokens",
@@ -14,7 +22,11 @@ FINDING: dict[str, Any] = {
         " prefix again: keep the rows of the first call up to where the second begins, then append."
     ),
     "witness": ".rollproof/routes.rows.json",
+    "kind": "too many route rows",
+    "flavour": "vllm",
+    "after": ["abort of call 0 on s0 at 3 tokens", "sync to v1 on s0"],
 }
+FLAVOURS = ["vllm", "sglang"]
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -34,6 +46,7 @@ def report(**changes: Any) -> dict[str, Any]:
                 "exercised": {"rows": 3},
                 "found": 5,
                 "findings": [FINDING],
+                "flavours": {"too many route rows": FLAVOURS},
             },
             {
                 "id": "stitch.tokens",
@@ -71,14 +84,16 @@ def report(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_report_reads_as_this() -> None:
-    """Failing checks with where, expected, observed, hint and counterexample; then unknown ones,
-    what was exercised, the self-test, and the sum.
+    """Failing checks with where, engines, what preceded, expected, observed, hint and
+    counterexample; then unknown ones, what was exercised, the self-test, and the sum.
     """
     expected = """\
 MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
   FAIL  routes.rows
     1. Routes hold more rows than the sample has tokens
        where     request r0, segment 1, layer 3, extra x
+       engines   vllm, sglang
+       after     abort of call 0 on s0 at 3 tokens; sync to v1 on s0
        expected  9 rows: one per forwarded token (5 prompt + 5 response - 1)
        observed  16 rows
        hint      The rows of every call were concatenated. The resumed call returns the rows of its whole prefix
@@ -214,3 +229,73 @@ def test_without_findings_their_number_is_shown() -> None:
 
     assert "  FAIL  routes.rows: 2 findings\n" in text
     assert "Routes hold more rows" not in text
+
+
+def failing(*kinds: str, found: int, **changes: Any) -> dict[str, Any]:
+    """A failing check with a finding of each of ``kinds``, in that order."""
+    findings = [{**FINDING, "title": f"A {kind}.", "kind": kind} for kind in kinds]
+    return {
+        **report()["checks"][0],
+        "findings": findings,
+        "found": found,
+        "kinds": dict.fromkeys(kinds, 1),
+        "flavours": {},
+        **changes,
+    }
+
+
+def test_one_finding_of_each_kind_is_shown() -> None:
+    """Many findings of one kind do not hide another kind, which may have another cause."""
+    text = text_of(check_lines(failing("late row", "late row", "late row", "lost row", found=40)))
+
+    assert ["    1. A late row.", "    2. A lost row."] == re.findall(r" +\d\. .*", text)
+    assert "     ... and 38 more findings of this check" == text.splitlines()[-1]
+
+
+def test_a_few_kinds_are_shown_unless_all_are_asked_for() -> None:
+    """Three kinds are shown, and the others are counted; -v shows one finding of each."""
+    check = failing("a", "b", "c", "d", "e", found=9)
+    short = text_of(report_lines(report(checks=[check])))
+    long = text_of(report_lines(report(checks=[check]), verbose=True))
+
+    assert (
+        "    ... and 6 more findings of this check, of 2 other kinds too (-v shows one of each kind)"
+        in short
+    )
+    assert [3, 5] == [len(re.findall(r" +\d\. A .\.", text)) for text in (short, long)]
+    assert "    ... and 4 more findings of this check\n" in long
+
+
+def test_a_kind_that_no_finding_shows_is_counted() -> None:
+    """Of a kind that was only counted -v shows nothing more, and is not advised."""
+    text = text_of(check_lines(failing("a", found=3, kinds={"a": 1, "b": 2})))
+
+    assert "... and 2 more findings of this check, of 1 other kind too" in text
+    assert "-v" not in text
+
+
+def test_the_engine_of_a_finding_is_named() -> None:
+    """The flavour of the counterexample comes first, then the others of its kind; many are counted;
+    a trace without a flavour names none.
+    """
+    many = {"a": ["vllm", "sglang", "c", "d", "e", "f", "g", "h"]}
+    one = text_of(check_lines(failing("a", found=1)))
+    several = text_of(check_lines(failing("a", found=1, flavours={"a": ["sglang", "vllm"]})))
+    lots = text_of(check_lines(failing("a", found=1, flavours=many)))
+    none = text_of(finding_lines({**FINDING, "flavour": ""}))
+
+    assert "       engine    vllm\n" in one
+    assert "       engines   vllm, sglang\n" in several
+    assert "       engines   vllm, sglang, c, d, e, f and 2 more\n" in lots
+    assert "engine" not in none
+
+
+def test_a_report_of_an_earlier_release_is_shown() -> None:
+    """A finding without kind, engine and events is shown without them."""
+    old = {key: FINDING[key] for key in ("title", "where", "expected", "observed", "hint")}
+    check = {**report()["checks"][0], "findings": [{**old, "witness": None}]}
+    del check["flavours"]
+    text = text_of(check_lines(check))
+
+    assert "    1. Routes hold more rows than the sample has tokens" in text
+    assert "engine" not in text and "after " not in text

@@ -25,8 +25,16 @@ from rollproof.fakes.clients.reference_clients import (
 )
 from rollproof.fakes.clients.resuming import ClientOptions
 from rollproof.invariants import default_registry
-from rollproof.judging.checks import Verdict, request_check
+from rollproof.judging.checks import (
+    CheckResult,
+    Collector,
+    Finding,
+    Verdict,
+    request_check,
+)
 from rollproof.judging.registry import Registry
+from rollproof.judging.report import Report
+from rollproof.judging.request_view import RequestView
 from rollproof.store import load_trace
 from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
 from rollproof.verification.contract_probe import probe
@@ -91,6 +99,50 @@ def test_a_fault_is_found_shrunk_and_written(tmp_path: Path) -> None:
     assert {str(tmp_path / "routes.rows.json")} == {
         finding.witness for finding in failed["routes.rows"].findings
     }
+
+
+@request_check("mine.kinds", promise="p", needs="n", exercised_by="requests")
+def kinds_by_size(view: RequestView, out: Collector) -> None:
+    """A long response is one kind of finding, an abort another one, on any engine."""
+    replies = [reply for attempt in view.attempts for reply in attempt.replies]
+    aborted = sum(reply.output.finish_reason == "abort" for reply in replies)
+    if aborted:
+        out.finding(f"{aborted} aborts", expected="e", observed="o", kind="aborts")
+    if view.stitched.response_ids and len(view.stitched.response_ids) > 3:
+        out.finding("long", expected="e", observed="o")
+
+
+def test_each_kind_has_a_finding_and_a_counterexample(tmp_path: Path) -> None:
+    """A check that finds two kinds shows both, each with a small case of its own and what preceded
+    it; the flavours are those of the whole run.
+    """
+    cases = [_case(2), _case(), replace(_case(1), flavour="vllm")]
+
+    def run() -> CheckResult:
+        report = run_conformance(
+            AsSampled, cases=cases, checks=[kinds_by_size], only=["mine.kinds"], witness_dir=tmp_path
+        )
+        return report.results[0]
+
+    result = run()
+    findings = {finding.kind: finding for finding in result.findings}
+
+    assert {"aborts": ("sglang", "vllm"), "long": ("sglang", "vllm")} == dict(result.flavours)
+    assert {
+        "aborts": str(tmp_path / "mine.kinds.json"),
+        "long": str(tmp_path / "mine.kinds.2.json"),
+    } == {kind: finding.witness for kind, finding in findings.items()}
+    assert () == findings["long"].after
+    (after,) = findings["aborts"].after
+    assert after.startswith("abort of call 1 on s0 at ")
+    for finding in findings.values():
+        trace = load_trace(Path(finding.witness or ""))
+        shown = judge(trace, Registry([kinds_by_size])).results[0]
+        assert [finding.kind] == list(shown.kinds)
+
+    cases = [replace(_case(2), requests=(replace(REQUEST, max_tokens=3),))]
+    assert ["aborts"] == [finding.kind for finding in run().findings]
+    assert ["mine.kinds.json"] == [path.name for path in tmp_path.iterdir()]
 
 
 def test_the_counterexamples_of_what_passes_now_are_deleted(tmp_path: Path) -> None:
@@ -385,3 +437,29 @@ def test_thinning_keeps_every_case_with_a_later_request() -> None:
     later = {repr(case) for case in families[LATER_REQUEST]}
     assert later and later <= set(thin) < set(whole)
     assert len(thin) - len(later) < len(whole) / 10
+
+
+def test_a_merged_report_hides_no_kind() -> None:
+    """Many findings of one subject leave room for the one of another; flavours are joined."""
+
+    def of(flavour: str, *kinds: str) -> Report:
+        findings = tuple(
+            Finding(check_id="mine.kinds", title=kind, expected="e", observed="o", kind=kind)
+            for kind in kinds
+        )
+        result = CheckResult(
+            check=kinds_by_size,
+            verdict=Verdict.FAIL,
+            reason="",
+            findings=findings,
+            found=len(kinds),
+            flavours={kind: (flavour,) for kind in kinds},
+        )
+        return Report(subject="one", profile="pr", seed=0, results=(result,))
+
+    merged = merge_reports("both", [of("vllm", *["long"] * 9), of("sglang", "aborts", "long")])
+    (result,) = merged.results
+
+    assert ["long", "aborts"] == [finding.kind for finding in result.findings[:2]]
+    assert (8, 11) == (len(result.findings), result.found)
+    assert {"long": ("vllm", "sglang"), "aborts": ("sglang",)} == dict(result.flavours)
