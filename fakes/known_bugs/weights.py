@@ -5,6 +5,7 @@ interleave.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 from rollproof.core.case import ActionKind
@@ -13,6 +14,7 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Abort
 from rollproof.core.records import FinishReason, Version
 from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep
+from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import SYNCED, act, case, on_engine, request
@@ -55,6 +57,9 @@ _FOLLOWED = case(
 )
 
 
+_TWICE_FOLLOWED = replace(_FOLLOWED, actions=(act(ActionKind.SYNC_TWICE, 3),))
+
+
 class _LabelWithoutWeights(_NoResumeAfterFailure):
     async def load(self, server: FakeEngine, version: int | None) -> None:
         # the label changes, the weights do not
@@ -71,6 +76,59 @@ class _UpdateRaises(AsSampled):
 class _SyncSkipped(AsSampled):
     async def update_weights(self, version: int | None) -> None:
         """Do nothing: the flag that frees the cache is off."""
+
+
+class _UpdateNotAwaited(AsSampled):
+    async def update_weights(self, version: int | None) -> None:
+        # the trainer goes on at once
+        self._transfer = asyncio.ensure_future(self.fleet.sync(version))
+
+
+class _PreviousCheckpointLoaded(AsSampled):
+    """Loads what the link to the latest checkpoint still points to."""
+
+    _latest: int | None = None
+
+    async def update_weights(self, version: int | None) -> None:
+        before, self._latest = self._latest, version
+        weights = self.fleet.weights_of(before) if before is not None else 0
+        servers = list(self.fleet.servers.values())
+        for server in servers:
+            await server.pause()
+        for server in servers:
+            await server.load(weights, version)
+            await server.resume()
+
+
+class _UpdateInProgressReturns(AsSampled):
+    _running = False
+
+    async def update_weights(self, version: int | None) -> None:
+        if self._running:
+            return
+        self._running = True
+        try:
+            await self.fleet.sync(version)
+        finally:
+            self._running = False
+
+
+class _MergedWithOlderUpdate(AsSampled):
+    """Updates that are asked for at once share one load: that of the first one."""
+
+    _load: asyncio.Task[None] | None = None
+
+    async def update_weights(self, version: int | None) -> None:
+        if self._load is None or self._load.done():
+            self._load = asyncio.ensure_future(self.fleet.sync(version))
+        await self._load
+
+
+class _FailedTransferSwallowed(_NoResumeAfterFailure):
+    async def load(self, server: FakeEngine, version: int | None) -> None:
+        # an exception handler logs the error, and the update goes on
+        with suppress(TransferFailed):
+            await super().load(server, version)
 
 
 class _OneReplicaUpdated(_NoResumeAfterFailure):
@@ -312,9 +370,52 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="label-without-weights",
         summary="The update publishes the new label but loads no weights.",
-        refs=("cf. verl#4248",),
+        refs=("verl#7495", "cf. verl#4248"),
         make=_LabelWithoutWeights,
         cases=(SYNCED,),
+        detected_by=("weights.update-loads",),
+    ),
+    KnownBug(
+        id="update-not-awaited",
+        summary="The update starts its transfer in a task and returns before the weights arrive.",
+        refs=("cf. verl#4248",),
+        make=_UpdateNotAwaited,
+        cases=(_TWICE,),
+        detected_by=("weights.update-loads",),
+    ),
+    KnownBug(
+        id="previous-checkpoint-loaded",
+        summary="The servers load the checkpoint before the newest one, under the new label.",
+        refs=("cf. verl#7495",),
+        make=_PreviousCheckpointLoaded,
+        cases=(SYNCED,),
+        detected_by=("weights.update-loads",),
+    ),
+    KnownBug(
+        id="update-in-progress-returns",
+        summary=(
+            "An update that is asked for while another one runs returns at once, and its weights"
+            " are never loaded."
+        ),
+        refs=("cf. prime-rl#2004",),
+        make=_UpdateInProgressReturns,
+        cases=(_TWICE,),
+        detected_by=("weights.update-loads",),
+    ),
+    KnownBug(
+        id="merged-with-older-update",
+        summary="Two updates are merged into one load, that of the older weights.",
+        refs=("cf. prime-rl#2004",),
+        make=_MergedWithOlderUpdate,
+        cases=(_TWICE_FOLLOWED,),
+        detected_by=("weights.update-loads",),
+    ),
+    KnownBug(
+        id="failed-transfer-swallowed",
+        summary="The error of a broken transfer is caught, and the update reports success.",
+        refs=("cf. verl checkpoint_engine/base.py",),
+        make=_FailedTransferSwallowed,
+        cases=(case(act(ActionKind.SYNC_FAILS, 3)),),
         detected_by=("weights.update-loads",),
     ),
     KnownBug(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollproof.core.events.rollout import Admit, Fault, Update, UpdatePhase, Weights
-from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import EndAwareCheck
+from rollproof.core.events.rollout import Admit, Call, Fault, Update, UpdatePhase, Weights
+from rollproof.core.records import Scalar, Version
+from rollproof.invariants._shared.event_check import EndAwareCheck, RecentItems
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
@@ -18,93 +19,267 @@ __all__ = [
 ]
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """An update, from the request on.
+
+    away: Servers that were dead, or out of the balancer, at some time while it ran.
+    overlapped: Whether another update ran at the same time.
+    loads: The last load of each server by the stack since the request.
+    reached: Servers that have loaded its weights, or newer ones, since.
+    labelled: Servers that have shown its label since, without a load.
+    broken: Servers to which a transfer has broken since.
+    served: Whether a server has shown that it serves its weights, or newer ones.
+    """
+
+    event: Update
+    away: set[str]
+    overlapped: bool
+    loads: dict[str, Weights] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+    labelled: set[str] = field(default_factory=set)
+    broken: set[str] = field(default_factory=set)
+    served: bool = False
+
+    @property
+    def version(self) -> Version:
+        """The weights that it asked for."""
+        return self.event.version
+
+
+@dataclass(frozen=True, slots=True)
+class _Stale:
+    """A call that ``server`` admitted under weights ``held``, older than those of an update that had
+    ended; what is known about the update by then.
+    """
+
+    update: _Asked
+    server: str
+    held: Version
+    admit: Admit
+    title: str
+    observed: str
+    hint: str
+
+    @property
+    def place(self) -> dict[str, Scalar]:
+        """Where it happened."""
+        return {
+            "version": self.update.version,
+            "server": self.server,
+            "call": self.admit.call_id,
+            "index": self.admit.index,
+        }
+
+
 class WeightsUpdateLoads(EndAwareCheck):
-    """Judges the latest update that ended. A stack may load lazily: only a server that served
-    without loading is blamed.
+    """Judges a server from the end of an update on, unless it was dead or out of the balancer at
+    some time while the update ran. A stack may load lazily: what counts are the weights under which
+    the server admits its next call.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._loaded: dict[str, Version] = {}
-        self._loaded_since: set[str] = set()
-        self._ended: Update | None = None
-        self._open = 0
-        self._served: dict[str, Admit] = {}
-        self._excuse: str | None = None
+        self._held: dict[str, Version] = {}
+        self._out: set[str] = set()
+        self._open: list[_Asked] = []
+        self._due: dict[str, _Asked] = {}
+        self._sent = RecentItems()
+        self._stale: list[_Stale] = []
 
     def on_update(self, event: Update, out: Collector) -> None:
         """Note the begin and the end of an update."""
         if event.phase is UpdatePhase.ASKED:
-            self._judge_ended(out)
-            # With two updates at once a load cannot be attributed to one: the loads of both count
-            # for the last.
-            if not self._open:
-                self._loaded_since.clear()
-            self._open += 1
+            for update in self._open:
+                update.overlapped = True
+            self._open.append(_Asked(event, set(self._out), bool(self._open)))
             return
-        self._open -= 1
-        if event.phase is UpdatePhase.ENDED:
-            self._ended = event
-            self._served.clear()
+        # Without a label an update cannot be told from another one: the oldest asked for least.
+        update = next((one for one in self._open if one.event.label == event.label), None)
+        if update is None:
+            return
+        self._open.remove(update)
+        if event.phase is UpdatePhase.FAILED:
+            return
+        for server in self._held.keys() - update.away:
+            due = self._due.get(server)
+            if due is None or not _is_older(update.version, due.version):
+                self._due[server] = update
+        if update.reached.intersection(name for name, due in self._due.items() if due is update):
+            update.served = True
+            out.exercised("updates that ended")
 
     def on_weights(self, event: Weights, out: Collector) -> None:
-        if event.loaded:
-            self._loaded[event.server_id] = event.version
-            # A stack may load lazily, after the update has returned.
-            self._loaded_since.add(event.server_id)
+        server = event.server_id
+        if not event.loaded:
+            for update in self._open:
+                if event.label is not None and event.label == update.event.label:
+                    update.labelled.add(server)
+            return
+        self._held[server] = event.version
+        if event.by_harness:
+            return
+        # A transfer in the background may end after its update has returned.
+        for update in (*self._open, *self._due.values()):
+            update.loads[server] = event
+            if not _is_older(event.version, update.version):
+                update.reached.add(server)
+        for stale in [one for one in self._stale if one.server == server]:
+            if event.version == stale.update.version:
+                self._stale.remove(stale)
+                _report_early(stale, event, out)
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        # A stack may call a server that it sends no rollouts to, to see whether it is well.
+        if event.request_id or event.candidates:
+            self._sent.add(event.call_id)
 
     def on_admit(self, event: Admit, out: Collector) -> None:
-        if self._ended is not None:
-            self._served.setdefault(event.server_id, event)
+        # A preempted call is admitted again, and may have begun before the update.
+        if event.call_id not in self._sent:
+            return
+        self._sent.discard(event.call_id)
+        server = event.server_id
+        update, held = self._due.get(server), self._held.get(server)
+        if update is None:
+            return
+        if _is_older(held, update.version):
+            # Only the first call is reported. What the server loads later may say more of it.
+            self._due = {name: due for name, due in self._due.items() if due is not update}
+            self._stale.append(
+                _Stale(update, server, held, event, *_describe(update, server, held))
+            )
+        elif not update.served:
+            update.served = True
+            out.exercised("updates that ended")
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
-        if event.what in ("death", "revive", "update-failure"):
-            self._excuse = f"a fault ({event.what}) may explain weights that were not loaded"
+        server = event.server_id
+        if server is None:
+            return
+        if event.what == "update-failure":
+            for update in self._open:
+                update.broken.add(server)
+        elif event.what in ("death", "leave"):
+            self._out.add(server)
+            for update in self._open:
+                update.away.add(server)
+            # What a server serves after a restart is not the doing of an update before it.
+            if event.what == "death":
+                self._due.pop(server, None)
+        elif event.what in ("revive", "join"):
+            self._out.discard(server)
 
     def finish(self, out: Collector) -> None:
-        self._judge_ended(out)
-
-    def _judge_ended(self, out: Collector) -> None:
-        """Judge the servers that served after the latest update had ended."""
-        update, self._ended = self._ended, None
-        if update is None:
-            return
-        unloaded = [
-            server
-            for server in sorted(self._served)
-            if server not in self._loaded_since and self._loaded.get(server) != update.version
-        ]
-        if not unloaded:
-            out.exercised("updates that ended", int(bool(self._served) or bool(self._loaded_since)))
-        elif self._excuse:
-            out.absent(self._excuse)
-        # verl #4248: free_cache_engine=False skipped every weight sync. Some servers without a load
-        # are every-replica-updated's to judge.
-        elif len(unloaded) == len(self._served):
-            admitted = self._served[unloaded[0]]
+        for stale in self._stale:
+            update = stale.update
             out.finding(
-                "an update ended, and no server was given its weights",
+                stale.title,
                 expected=(
                     f"version {update.version} on the servers that serve after"
-                    f" update_weights({update.label}) has returned"
+                    f" update_weights({update.event.label}) has returned"
                 ),
-                observed=(
-                    f"{', '.join(unloaded)} went on to serve version"
-                    f" {self._loaded.get(unloaded[0])}; nothing was loaded"
-                ),
-                where={
-                    "version": update.version,
-                    "server": unloaded[0],
-                    "call": admitted.call_id,
-                    "index": admitted.index,
-                },
-                hint=(
-                    "The sampling policy lags behind the trained one, whatever its tag says:"
-                    " look for a condition under which the transfer is skipped (verl #4248:"
-                    " free_cache_engine=False skipped every weight sync)."
-                ),
+                observed=stale.observed,
+                where=stale.place,
+                hint=stale.hint,
             )
+
+
+def _report_early(stale: _Stale, load: Weights, out: Collector) -> None:
+    """Report an update that returned before its weights came."""
+    out.finding(
+        "an update returned before its weights were loaded",
+        expected=(
+            f"version {load.version} on {stale.server} when"
+            f" update_weights({stale.update.event.label}) returns"
+        ),
+        observed=(
+            f"{stale.server} admitted call {stale.admit.call_id} under version {stale.held}, and"
+            f" loaded version {load.version} only at event {load.index}"
+        ),
+        where=stale.place,
+        hint=(
+            "The transfer runs in a task that nobody awaits, or is not acknowledged by the server:"
+            " await it before the update returns."
+        ),
+    )
+
+
+def _describe(update: _Asked, server: str, held: Version) -> tuple[str, str, str]:
+    """Return title, observation and hint: why ``server`` serves older weights than ``update``."""
+    load = update.loads.get(server)
+    if load is not None and _is_older(load.version, update.version):
+        return _other_weights(update, load)
+    serves = f"{server} went on to serve version {held}"
+    if server in update.broken:
+        return (
+            "an update ended as a success although a transfer had broken",
+            f"{serves}; the transfer to it broke while the update ran",
+            "The error of the transfer was caught: repeat the transfer, let the update fail, or"
+            " send the server no calls until it has the weights.",
+        )
+    if update.reached:
+        return (
+            "an update ended before it had reached every server",
+            f"{serves}; {', '.join(sorted(update.reached))} had loaded version {update.version} or"
+            " newer",
+            "Check the list of servers that the update covers, and that it waits for all of them.",
+        )
+    if server in update.labelled:
+        return (
+            "an update ended, and only its label was published",
+            f"{serves}, now as {update.event.label!r}; nothing was loaded",
+            "The label is published whether or not weights were delivered (an adapter that never"
+            " arrives: verl #7495).",
+        )
+    if update.overlapped:
+        return (
+            "an update that was asked for during another one was never carried out",
+            f"{serves}; nothing newer was loaded",
+            "It returned although another update was still in progress: let it wait, or merge both"
+            " into one load of the newest weights.",
+        )
+    # verl #4248: free_cache_engine=False skipped every weight sync.
+    return (
+        "an update ended, and no server was given its weights",
+        f"{serves}; nothing was loaded",
+        "The sampling policy lags behind the trained one, whatever its tag says: look for a"
+        " condition under which the transfer is skipped (verl #4248: free_cache_engine=False"
+        " skipped every weight sync).",
+    )
+
+
+def _other_weights(update: _Asked, load: Weights) -> tuple[str, str, str]:
+    """Return title, observation and hint for a server that loaded older weights since."""
+    observed = (
+        f"{load.server_id} loaded version {load.version} at event {load.index}, shown as"
+        f" {load.label!r}"
+    )
+    if load.server_id in update.reached:
+        return (
+            "older weights replaced those of an update that had ended",
+            f"{observed}, after it had version {update.version} or newer",
+            "Updates must run one after the other, in the order in which they were started.",
+        )
+    if update.overlapped:
+        return (
+            "an update ended, and weights of an older one were loaded",
+            observed,
+            "Another update ran at the same time: run them one after the other, or merge them into"
+            " one load of the newest weights.",
+        )
+    return (
+        "an update ended, and other weights were loaded than it asked for",
+        observed,
+        "The servers read a checkpoint or a buffer that the new weights have not replaced yet: a"
+        " link to the latest one, a file that is still being written, a cache.",
+    )
+
+
+def _is_older(held: Version, asked: Version) -> bool:
+    """Return whether weights are known to be older than others. Only numbers have an order."""
+    return isinstance(held, int) and isinstance(asked, int) and held < asked
 
 
 class WeightsNoFailureWithoutFault(EndAwareCheck):
@@ -159,7 +334,10 @@ weights_no_failure_without_fault: Check = trace_check(
 )(WeightsNoFailureWithoutFault)
 weights_update_loads: Check = trace_check(
     "weights.update-loads",
-    promise="When a weight update has ended, its weights are on the servers.",
+    promise=(
+        "When a weight update has ended, every server that was alive through it serves its weights,"
+        " or newer ones."
+    ),
     needs="Update events, and the Weights and Admit events of the servers",
     exercised_by="updates that ended",
 )(WeightsUpdateLoads)

@@ -327,9 +327,7 @@ def test_a_skew_waits_in_vain_for_an_update_that_hangs() -> None:
             """Wait for an acknowledgement that never comes."""
             await asyncio.get_running_loop().create_future()
 
-    trace = run_case(
-        Hangs, case(act(ActionKind.SYNC, 1), act(ActionKind.SKEW, 2), deadline=100.0)
-    )
+    trace = run_case(Hangs, case(act(ActionKind.SYNC, 1), act(ActionKind.SKEW, 2), deadline=100.0))
     hung = [event.detail for event in seen(trace, Fault) if event.what == "update-hung"]
     assert ["action 1: sync at r0/1"] == hung
 
