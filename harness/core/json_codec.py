@@ -105,14 +105,15 @@ def to_json(value: Any, *, sparse: bool = True) -> Any:
         if _ONLY_INTEGERS.issuperset(map(type, value)):
             return list(value)
         return [to_json(item, sparse=sparse) for item in value]
-    if kind is dict or isinstance(value, Mapping):
-        return {_escaped(key): to_json(item, sparse=sparse) for key, item in value.items()}
+    # before mappings: asking an abstract class takes as long as writing a small record
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, np.ndarray):
-        return value
     if is_dataclass(kind):
         return _fields_of(value, sparse=sparse)
+    if isinstance(value, np.ndarray):
+        return value
+    if kind is dict or isinstance(value, Mapping):
+        return {_escaped(key): to_json(item, sparse=sparse) for key, item in value.items()}
     if isinstance(value, np.generic):
         return to_json(value.item())
     if isinstance(value, str):
@@ -286,6 +287,22 @@ def _plan(cls: type[Any]) -> Mapping[str, _Field]:
     return plan
 
 
+@cache
+def _defaults(cls: type[Any]) -> tuple[tuple[str, Any, type[Any] | None, _Field], ...]:
+    """Return name, default, type of the default and plan of each field. An array as a default has
+    no type here: it has no single truth value to compare by.
+    """
+    return tuple(
+        (
+            name,
+            field.default,
+            None if isinstance(field.default, np.ndarray) else type(field.default),
+            field,
+        )
+        for name, field in _plan(cls).items()
+    )
+
+
 def _types_in(hint: Any) -> Iterator[Any]:
     """Yield the types that a hint is made of, without those that describe an array."""
     if get_origin(_unaliased(hint)) is np.ndarray:
@@ -298,13 +315,21 @@ def _types_in(hint: Any) -> Iterator[Any]:
 def _fields_of(record: Any, *, sparse: bool) -> dict[str, Any]:
     fields_by_name: dict[str, Any] = {}
     cls: Any = type(record)
-    for name, field in _plan(cls).items():
-        value, default = getattr(record, name), field.default
+    for name, default, kind_of_default, field in _defaults(cls):
+        value = getattr(record, name)
         # most fields have their default, and a trace has thousands of events
-        if sparse and (value is default or _same(value, default)):
+        if sparse and value is default:
+            continue
+        kind = type(value)
+        # 1 equals True
+        if sparse and kind is kind_of_default and value == default:
+            continue
+        # what needs no change: a call for each of these would double the time of a small event
+        if kind is int or value is None or (kind is str and value.isascii()):
+            fields_by_name[name] = value
             continue
         # what reading would turn into something else would not come back as it was
-        if type(value) is list and field.tuples:
+        if kind is list and field.tuples:
             value = _Instead.of(f"must be a tuple, not {show(value)}")
         elif (
             field.keys is not None
@@ -314,11 +339,6 @@ def _fields_of(record: Any, *, sparse: bool) -> dict[str, Any]:
             value = _Instead.of(f"must be a mapping with keys of {field.keys.__name__}")
         fields_by_name[name] = to_json(value, sparse=sparse)
     return fields_by_name
-
-
-def _same(value: Any, default: Any) -> bool:
-    # 1 equals True, and an array has no single truth value
-    return type(value) is type(default) and type(value) is not np.ndarray and value == default
 
 
 def _revived(value: Any, integers: Callable[[Any], Any] | None) -> Any:

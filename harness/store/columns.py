@@ -8,7 +8,7 @@ which kept lists of integers there; now they are in the body.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +72,10 @@ class Rows:
 
     def __init__(self, *, trusted: bool = False) -> None:
         self._trusted = trusted
-        self._rows: list[dict[str, Any]] = []
-        self.size: int = 0
-        """About the bytes of all rows."""
+        self._clear()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._bodies)
 
     def add_header(self, episode: int, header: Header) -> None:
         """Begin an episode. Raises ``TraceError``, and adds nothing, if the header cannot be
@@ -99,45 +97,73 @@ class Rows:
 
     def add_seal(self, body: str) -> None:
         """Add the row of a seal."""
-        self._rows.append(_row(-1, SEAL, -1, 0.0, body, []))
+        self._append(-1, SEAL, -1, 0.0, body, [])
 
     def message(self) -> memoryview:
         """Return the rows as one message of an Arrow stream, and forget them."""
         import pyarrow as pa
 
-        batch = pa.RecordBatch.from_pylist(self._rows, schema=schema())
-        self._rows, self.size = [], 0
+        types = schema()
+        arrays = types.field("arrays").type
+        # by column: a dict for each row takes twice as long, and Python's garbage collector would
+        # walk through those that wait
+        columns = [
+            pa.array(self._episodes, pa.int64()),
+            pa.array(self._kinds, pa.string()),
+            pa.array(self._indexes, pa.int64()),
+            pa.array(self._times, pa.float64()),
+            pa.array(self._bodies, pa.string()),
+            pa.array([[]] * len(self), types.field("integers").type),
+            pa.ListArray.from_arrays(
+                self._ends, pa.array(self._arrays, arrays.value_type), type=arrays
+            ),
+        ]
+        batch = pa.RecordBatch.from_arrays(columns, schema=types)
+        self._clear()
         return memoryview(batch.serialize())
+
+    def _clear(self) -> None:
+        self.size: int = 0
+        """About the bytes of all rows."""
+        self._episodes: list[int] = []
+        self._kinds: list[str] = []
+        self._indexes: list[int] = []
+        self._times: list[float] = []
+        self._bodies: list[str] = []
+        self._arrays: list[tuple[str, list[int], bytes]] = []
+        self._ends: list[int] = [0]
 
     def _add(
         self, episode: int, kind: str, fields: dict[str, Any], index: int = -1, time: float = 0.0
     ) -> None:
-        arrays: list[dict[str, Any]] = []
+        arrays: list[tuple[str, list[int], bytes]] = []
 
         def put(array: AnyArray) -> Any:
             dtype, data = stored_bytes(array)
-            arrays.append({"dtype": dtype, "shape": list(array.shape), "data": data})
-            self.size += len(data)
+            arrays.append((dtype, list(array.shape), data))
             return {"$array": len(arrays) - 1}
 
         # not orjson: it refuses objects nested more than 254 deep, which a header's case may be
         body = msgspec.json.encode(fields, enc_hook=put).decode()
-        self._rows.append(_row(episode, kind, index, time, body, arrays))
-        self.size += len(body) + 64
+        self._append(episode, kind, index, time, body, arrays)
+        self.size += len(body) + 64 + sum(len(data) for _, _, data in arrays)
 
-
-def _row(
-    episode: int, kind: str, index: int, time: float, body: str, arrays: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "episode": episode,
-        "kind": kind,
-        "index": index,
-        "time": time,
-        "body": body,
-        "integers": [],
-        "arrays": arrays,
-    }
+    def _append(
+        self,
+        episode: int,
+        kind: str,
+        index: int,
+        time: float,
+        body: str,
+        arrays: Iterable[tuple[str, list[int], bytes]],
+    ) -> None:
+        self._episodes.append(episode)
+        self._kinds.append(kind)
+        self._indexes.append(index)
+        self._times.append(time)
+        self._bodies.append(body)
+        self._arrays += arrays
+        self._ends.append(len(self._arrays))
 
 
 def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
