@@ -98,7 +98,8 @@ def run_fake(pipe: Connection, server: str, trace: str | None, layers: int) -> N
     if trace is None:
         serve_forever(server, options, [bound], access_log=False)
         return
-    with TraceWriter(Path(trace), EngineBackend.header(options), mode="w") as writer:
+    # as `rollproof serve` writes it
+    with TraceWriter(Path(trace), EngineBackend.header(options), mode="w", trusted=True) as writer:
         serve_forever(server, options, [bound], sinks=[writer], access_log=False)
 
 

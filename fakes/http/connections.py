@@ -11,8 +11,8 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -101,19 +101,18 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or 
             elif exc is not None or (self._client_closed and delivery.streamed):
                 delivery.report_uncertain()
 
-    @contextmanager
-    def answering(self, delivery: Delivery) -> Iterator[None]:
-        """Watch over the answer to one request. If the client disconnects, the current task is
-        cancelled.
+    def begin(self, delivery: Delivery) -> None:
+        """Watch over the answer to one request, up to ``end``: the task of a client that
+        disconnects is cancelled.
         """
         self._unread.append(delivery)
         self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
-            delivery.complete = not delivery.disconnected
-            delivery.task = None
+
+    def end(self, delivery: Delivery) -> None:
+        """Note that the answer to a request is written, or that its client has gone."""
+        self._open -= 1
+        delivery.complete = not delivery.disconnected
+        delivery.task = None
 
     async def break_off(self, *, reset: bool = True) -> None:
         """End the connection in the middle of an answer: with a reset, or in order after what was

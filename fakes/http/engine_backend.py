@@ -27,7 +27,7 @@ from rollproof.fakes.engine.inflight import InflightCall, Wire
 from rollproof.fakes.http.call_samples import CallAttribution, Samples
 from rollproof.fakes.http.connections import delivery_of
 from rollproof.fakes.http.fault_plan import FaultPlan, PlanProgress, WireFault, WireFaultKind
-from rollproof.fakes.http.request_body import BadRequest
+from rollproof.fakes.http.request_body import BadRequest, header_of
 
 __all__ = ["OWNER_HEADER", "CallSpec", "EngineBackend", "RoutesForm", "ServeOptions"]
 
@@ -235,7 +235,7 @@ class EngineBackend:
                 raise BadRequest(f"Duplicate request ID detected: {spec.rid}", param="rid")
             self._rids.add(spec.rid)
         # the engine's hooks look there: a call has no field for the request of its caller
-        owner = request.headers.get(OWNER_HEADER)
+        owner = header_of(request.scope, OWNER_HEADER)
         token = None if owner is None else CURRENT_REQUEST.set(owner)
         delivery = delivery_of(request.scope)
         wire = Wire(

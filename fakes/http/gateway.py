@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from rollproof.fakes.http.fake_server import FakeServer, get, post, read_body, replay
+from rollproof.fakes.http.fake_server import FakeServer, get, post, read_body, replay, route
 from rollproof.fakes.http.request_body import BadRequest, json_object
 
 __all__ = ["Gateway", "RouterKind", "SessionRouter", "SlimeRouter", "Worker", "make_router"]
@@ -89,7 +89,7 @@ class SessionRouter:
     async def broadcast(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have every living worker answer, and pass on the answer of the last."""
         # the body is read once, and replayed for each worker
-        body = await read_body(Request(scope, receive), _MAX_BODY)
+        body = await read_body(scope, receive, _MAX_BODY)
         *others, last = self.living()
         for worker in others:
             await worker.app(scope, replay(body, receive), _discard)
@@ -178,8 +178,8 @@ class Gateway(SessionRouter):
                 get("/health", self._health),
                 get("/liveness", self._health),
                 get("/readiness", self._readiness),
-                Route("/workers", self._workers, methods=["GET", "POST"]),
-                Route("/workers/{name:path}", self._worker, methods=["GET", "DELETE"]),
+                route("/workers", self._workers, "GET", "POST"),
+                route("/workers/{name:path}", self._worker, "GET", "DELETE"),
                 post("/flush_cache", self._flush),
             ],
         )
@@ -277,7 +277,7 @@ class SlimeRouter(SessionRouter):
         super().__init__(
             servers,
             [
-                Route("/add_worker", self._add, methods=["GET", "POST"]),
+                route("/add_worker", self._add, "GET", "POST"),
                 get("/list_workers", self._list),
             ],
         )
@@ -330,6 +330,6 @@ def _listed(worker: Worker) -> dict[str, Any]:
 async def _object_in(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request's body; an empty one if it cannot be read."""
     try:
-        return json_object(await read_body(request, _MAX_BODY))
+        return json_object(await read_body(request.scope, request.receive, _MAX_BODY))
     except BadRequest:
         return {}

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import orjson
 from starlette.requests import Request
+from starlette.types import Scope
 
 __all__ = [
     "BadRequest",
     "UncaughtError",
     "encode_json",
     "field",
+    "header_of",
     "json_body",
     "json_object",
     "text_of",
@@ -58,9 +60,23 @@ class UncaughtError(Exception):
     """The request makes the real server fail in a way that it does not catch: a bare 500."""
 
 
-async def json_body(request: Request, *, allow_empty: bool = True) -> dict[str, Any]:
-    """Return the JSON object in the body of ``request``; see ``json_object``."""
-    return json_object(await request.body(), allow_empty=allow_empty)
+def json_body(request: Request, *, allow_empty: bool = True) -> dict[str, Any]:
+    """Return the JSON object in the body of ``request``, which ``FakeServer`` has read; see
+    ``json_object``.
+    """
+    return json_object(request.scope["state"]["body"], allow_empty=allow_empty)
+
+
+def header_of(scope: Scope, name: str) -> str | None:
+    """Return a header of a request by its name in lower case, as ASGI has it; ``None`` if it is
+    absent.
+    """
+    key = name.encode()
+    for header, value in scope["headers"]:
+        if header == key:
+            text: str = value.decode("latin-1")
+            return text
+    return None
 
 
 def json_object(text: bytes, *, allow_empty: bool = True) -> dict[str, Any]:

@@ -9,6 +9,7 @@ The names are those of the request models of SGLang 0.5.21 (``srt/managers/io_st
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from rollproof.fakes.http.request_body import BadRequest
@@ -145,13 +146,17 @@ def refuse_unsupported(body: Mapping[str, Any], model: str) -> None:
         body: fields of a request.
         model: server and request model, a key of ``ANSWERED``.
     """
-    refused = REFUSED[model.partition(" ")[0]] - ANSWERED[model]
-    for name in body.keys() & refused:
+    for name in body.keys() & _refused(model):
         value = body[name]
         if value and value != _DEFAULTS.get(name) and not _is_empty(value):
             raise BadRequest(
                 f"{name} is not supported by rollproof's fake server: leave it out.", param=name
             )
+
+
+@cache
+def _refused(model: str) -> frozenset[str]:
+    return frozenset(REFUSED[model.partition(" ")[0]] - ANSWERED[model])
 
 
 def _is_empty(value: Any) -> bool:

@@ -68,7 +68,7 @@ class _TraceEndpoints:
                 " --contract FILE (ServeOptions.contract).",
                 409,
             )
-        body = await json_body(request)
+        body = json_body(request)
         try:
             # index and time are the server's own: a client may not choose them
             return event_of({"index": -1, "time": 0.0, **body, "kind": kind})

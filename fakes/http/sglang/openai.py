@@ -21,6 +21,7 @@ from rollproof.fakes.http.request_body import (
     BadRequest,
     encode_json,
     field,
+    header_of,
     json_body,
     text_of,
     token_ids,
@@ -410,13 +411,13 @@ def _words(content: Any) -> str:
 
 
 async def _read(request: Request) -> dict[str, Any]:
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media = (header_of(request.scope, "content-type") or "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise BadRequest(
             "1 validation error: Unsupported Media Type: Only 'application/json' is allowed",
             malformed=True,
         )
-    body = await json_body(request, allow_empty=False)
+    body = json_body(request, allow_empty=False)
     for name, kind in (("model", str), ("stream_options", dict)):
         field(body, name, kind, None)
     return body

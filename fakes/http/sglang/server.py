@@ -16,7 +16,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused, TransferFailed
@@ -29,6 +28,7 @@ from rollproof.fakes.http.fake_server import (
     OrjsonResponse,
     get,
     post,
+    route,
 )
 from rollproof.fakes.http.request_body import BadRequest, encode_json, field, json_body
 from rollproof.fakes.http.sglang.openai import OpenAI
@@ -58,7 +58,7 @@ def sglang_app(backend: EngineBackend) -> FakeServer:
     """Return the application before the engine of ``backend``."""
     native, openai = _Native(backend), OpenAI(backend)
     routes = [
-        Route("/generate", native.generate, methods=["POST", "PUT"]),
+        route("/generate", native.generate, "POST", "PUT"),
         post("/v1/completions", openai.completions),
         post("/v1/chat/completions", openai.chat),
         post("/abort_request", native.abort),
@@ -70,11 +70,11 @@ def sglang_app(backend: EngineBackend) -> FakeServer:
         post("/end_weight_update", native.done),
         post("/init_weights_update_group", native.join_group),
         post("/destroy_weights_update_group", native.done),
-        Route("/get_weights_by_name", native.no_weights, methods=["GET", "POST"]),
-        Route("/weights_checker", native.done, methods=["GET", "POST"]),
-        Route("/release_memory_occupation", native.release, methods=["GET", "POST"]),
-        Route("/resume_memory_occupation", native.nothing, methods=["GET", "POST"]),
-        Route("/flush_cache", native.flush, methods=["GET", "POST"]),
+        route("/get_weights_by_name", native.no_weights, "GET", "POST"),
+        route("/weights_checker", native.done, "GET", "POST"),
+        route("/release_memory_occupation", native.release, "GET", "POST"),
+        route("/resume_memory_occupation", native.nothing, "GET", "POST"),
+        route("/flush_cache", native.flush, "GET", "POST"),
         get("/health", native.health),
         get("/health_generate", native.health),
         get("/ping", native.health),
@@ -124,7 +124,7 @@ class _Native:
         self._started = time.time()
 
     async def generate(self, request: Request) -> Response:
-        body = await json_body(request, allow_empty=False)
+        body = json_body(request, allow_empty=False)
         try:
             call = SglangRequest.read(body, self._backend)
         except BadRequest as error:
@@ -145,7 +145,7 @@ class _Native:
         return OrjsonResponse(replies if call.listed else replies[0])
 
     async def abort(self, request: Request) -> Response:
-        body = await json_body(request)
+        body = json_body(request)
         rid, abort_all = field(body, "rid", str, ""), field(body, "abort_all", bool, False)
         # an empty rid without abort_all is ignored: every id begins with it, and SGLang compares by
         # prefix
@@ -154,7 +154,7 @@ class _Native:
         return Response(status_code=200)
 
     async def pause(self, request: Request) -> Response:
-        mode = field(await json_body(request), "mode", str, "abort")
+        mode = field(json_body(request), "mode", str, "abort")
         if mode not in _MODES:
             raise BadRequest(
                 f"2 validation errors: mode must be one of {list(_MODES)}, not {mode!r}.",
@@ -166,7 +166,7 @@ class _Native:
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
-        await json_body(request)
+        json_body(request)
         await self._engine.resume()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -178,7 +178,7 @@ class _Native:
         return Response("Cache flushed.\nPlease check backend logs for more details.\n")
 
     async def update(self, request: Request) -> Response:
-        body = await json_body(request)
+        body = json_body(request)
         _require(body, _UPDATES[request.scope["path"]])
         if field(body, "abort_all_requests", bool, False):
             await self._engine.abort("*")
@@ -200,7 +200,7 @@ class _Native:
         )
 
     async def relabel(self, request: Request) -> Response:
-        body = await json_body(request)
+        body = json_body(request)
         label = field(body, "new_version", str, None)
         if label is None:
             raise BadRequest("2 validation errors: new_version is required.", malformed=True)
@@ -214,7 +214,7 @@ class _Native:
         )
 
     async def join_group(self, request: Request) -> Response:
-        _require(await json_body(request), _GROUP)
+        _require(json_body(request), _GROUP)
         return JSONResponse({"success": True, "message": "Success"})
 
     async def no_weights(self, request: Request) -> Response:
@@ -222,16 +222,16 @@ class _Native:
         raise BadRequest("Get parameter by name failed")
 
     async def release(self, request: Request) -> Response:
-        await json_body(request)
+        json_body(request)
         self._engine.reset_prefix_cache()
         return JSONResponse(None)
 
     async def nothing(self, request: Request) -> Response:
-        await json_body(request)
+        json_body(request)
         return JSONResponse(None)
 
     async def done(self, request: Request) -> Response:
-        await json_body(request)
+        json_body(request)
         return JSONResponse({"success": True, "message": "Success"})
 
     async def health(self, request: Request) -> Response:

@@ -50,14 +50,14 @@ class Control:
 
     async def abort(self, request: Request) -> Response:
         """Abort the calls of ``request_ids``, or all without any."""
-        rids = _request_ids(await json_body(request, allow_empty=False)) or []
+        rids = _request_ids(json_body(request, allow_empty=False)) or []
         for rid in rids:
             await self._engine.abort(rid)
         aborted = rids or await self._engine.abort("*")
         return JSONResponse({"status": "aborted", "aborted": len(aborted)})
 
     async def abort_by_id(self, request: Request) -> Response:
-        rids = _request_ids(await json_body(request, allow_empty=False))
+        rids = _request_ids(json_body(request, allow_empty=False))
         if rids is None:
             raise BadRequest("Missing 'request_ids' in request body", malformed=True)
         for rid in rids:
@@ -105,7 +105,7 @@ class Control:
 
     async def collective_rpc(self, request: Request) -> Response:
         """Load weights if the name of the method says that it does."""
-        body = await json_body(request, allow_empty=False)
+        body = json_body(request, allow_empty=False)
         method = field(body, "method", str, None)
         if method is None:
             raise BadRequest("Missing 'method' in request body", malformed=True)
@@ -119,7 +119,7 @@ class Control:
         return JSONResponse({"results": [None]})
 
     async def init_transfer(self, request: Request) -> Response:
-        if field(await json_body(request), "init_info", dict, None) is None:
+        if field(json_body(request), "init_info", dict, None) is None:
             raise BadRequest(
                 "1 validation error: init_info is required.", malformed=True, param="body.init_info"
             )
@@ -135,7 +135,7 @@ class Control:
 
     async def update(self, request: Request) -> Response:
         """Load weights: vLLM's own request has ``update_info``, prime-rl's has ``weight_dir``."""
-        body = await json_body(request)
+        body = json_body(request)
         info = field(body, "update_info", dict, None)
         if info is None and "weight_dir" not in body:
             raise BadRequest(
@@ -152,13 +152,13 @@ class Control:
         )
 
     async def finish(self, request: Request) -> Response:
-        label = field(await json_body(request), "weight_version", str, None)
+        label = field(json_body(request), "weight_version", str, None)
         if label is not None:
             self._backend.relabel(label)
         return JSONResponse({"message": "Weight update finished"})
 
     async def relabel(self, request: Request) -> Response:
-        label = (await json_body(request)).get("new_version")
+        label = json_body(request).get("new_version")
         if not isinstance(label, str):
             raise BadRequest(
                 "1 validation error: new_version must be a text.",
@@ -173,7 +173,7 @@ class Control:
 
     async def check_weights(self, request: Request) -> Response:
         """Return, or compare, checksums of the coded weights: there is one for each version."""
-        body = await json_body(request)
+        body = json_body(request)
         action = body.get("action")
         if action not in ("checksum", "reset", "compare"):
             raise BadRequest(
@@ -193,7 +193,7 @@ class Control:
         return JSONResponse({"match": not wrong, "mismatches": wrong})
 
     async def tokenize(self, request: Request) -> Response:
-        ids = words_of(field(await json_body(request), "prompt", str, ""), self._backend.vocab)
+        ids = words_of(field(json_body(request), "prompt", str, ""), self._backend.vocab)
         return JSONResponse(
             {
                 "count": len(ids),
@@ -207,9 +207,7 @@ class Control:
         return JSONResponse(
             {
                 "prompt": text_of(
-                    token_ids(
-                        (await json_body(request)).get("tokens"), "tokens", self._backend.vocab
-                    )
+                    token_ids(json_body(request).get("tokens"), "tokens", self._backend.vocab)
                 )
             }
         )

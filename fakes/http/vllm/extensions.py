@@ -57,7 +57,7 @@ class _Extensions:
 
     async def skyrl_generate(self, request: Request) -> Response:
         """Answer with routes as bytes with shape and dtype (0.4), or as nested lists (0.3)."""
-        body = await json_body(request, allow_empty=False)
+        body = json_body(request, allow_empty=False)
         ids = token_ids(body.get("token_ids"), "token_ids", self._backend.vocab)
         call = VllmRequest(
             request,
@@ -87,7 +87,7 @@ class _Extensions:
         return OrjsonResponse({"choices": [{**choice, "routed_experts": routes}]})
 
     async def skyrl_lora(self, request: Request) -> Response:
-        body = await json_body(request)
+        body = json_body(request)
         name = field(body, "lora_name", str, None)
         if not name or not body.get("lora_path"):
             raise BadRequest("Both 'lora_name' and 'lora_path' must be provided.", malformed=True)
@@ -96,7 +96,7 @@ class _Extensions:
         return JSONResponse({"status": "ok", "lora_name": name, "lora_int_id": self._loras})
 
     async def load_lora(self, request: Request) -> Response:
-        body = await json_body(request)
+        body = json_body(request)
         path = field(body, "lora_path", str, None)
         await self._backend.load_or_refuse(path, field(body, "lora_name", str, None), flush=False)
         return JSONResponse({"status": "ok"})
@@ -116,7 +116,7 @@ class _Extensions:
         """Pause with an abort, load, and resume, within one request. There is no label: AReaL
         counts its versions itself.
         """
-        body = await json_body(request)
+        body = json_body(request)
         name = field(body, "model_path", str, field(body, "lora_model_path", str, None))
         engine = self._backend.engine
         await engine.pause(PauseMode.ABORT, clear_cache=True)
@@ -128,9 +128,9 @@ class _Extensions:
         return JSONResponse({"success": True, "message": "TP rank: 0 success\n"})
 
     async def areal_set(self, request: Request) -> Response:
-        await json_body(request)
+        json_body(request)
         return JSONResponse({"success": True, "message": "TP rank: 0 success\n"})
 
     async def done(self, request: Request) -> Response:
-        await json_body(request)
+        json_body(request)
         return JSONResponse({"status": "ok"})

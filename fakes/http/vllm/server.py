@@ -14,7 +14,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from rollproof.core.records import EngineOutput
 from rollproof.fakes.engine.exceptions import BadCall
@@ -26,11 +25,13 @@ from rollproof.fakes.http.fake_server import (
     OrjsonResponse,
     get,
     post,
+    route,
 )
 from rollproof.fakes.http.request_body import (
     BadRequest,
     encode_json,
     field,
+    header_of,
     json_body,
     token_ids,
     words_of,
@@ -85,7 +86,7 @@ def vllm_app(backend: EngineBackend) -> FakeServer:
         get("/get_world_size", control.world_size),
         get("/server_info", control.server_info),
         get("/health", control.nothing),
-        Route("/ping", control.nothing, methods=["GET", "POST"]),
+        route("/ping", control.nothing, "GET", "POST"),
         get("/version", control.version),
         get("/load", control.load),
         get("/v1/models", control.models),
@@ -241,14 +242,14 @@ class _Sampling:
         return OrjsonResponse({**reply, **dict.fromkeys(names), **values})
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        media = (header_of(request.scope, "content-type") or "").partition(";")[0].strip().lower()
         # vLLM checks it before it reads the body
         if media != "application/json":
             raise BadRequest(
                 "1 validation error: Only 'application/json' is allowed", malformed=True
             )
         try:
-            return await json_body(request, allow_empty=False)
+            return json_body(request, allow_empty=False)
         except BadRequest as error:
             raise BadRequest(f"1 validation error: {error}", malformed=True, param="body") from None
 

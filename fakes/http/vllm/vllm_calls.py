@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span
 from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend, RoutesForm
-from rollproof.fakes.http.request_body import BadRequest, field, text_of
+from rollproof.fakes.http.request_body import BadRequest, field, header_of, text_of
 from rollproof.fakes.http.routes_encoding import as_described, as_npy
 from rollproof.fakes.http.sampling_validation import check_vllm, vllm_salt
 
@@ -121,7 +121,7 @@ class VllmRequest:
         self.prompt_logprobs: bool = sampling.get("prompt_logprobs") is not None
         self.text: bool = field(body, "output_mode", str, "tokens") == "text"
         self.id: str = prefix + (
-            request.headers.get("x-request-id")
+            header_of(request.scope, "x-request-id")
             or field(body, "request_id", str, None)
             or backend.new_id()
         )
