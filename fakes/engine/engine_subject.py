@@ -14,10 +14,18 @@ import numpy as np
 
 from rollproof.core.case import EngineOptions, Model
 from rollproof.core.contract import Contract, KvPolicy, Logprobs
-from rollproof.core.engine_contract import PauseMode, Refusal, RoutesSwitch, StreamMode
+from rollproof.core.engine_contract import (
+    EngineTerms,
+    PauseMode,
+    Refusal,
+    RoutesSwitch,
+    SamplingOption,
+    StopShown,
+    StreamMode,
+)
 from rollproof.core.engine_protocol import EngineSettings, Piece, Query, Watch, WeightUpdate
 from rollproof.core.events.rollout import Admit
-from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray
+from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray, Scalar
 from rollproof.core.trace import Recorder
 from rollproof.errors import EngineRefused
 from rollproof.fakes.coded.policy import CodedPolicy
@@ -27,10 +35,12 @@ from rollproof.fakes.engine.flavours import Flavour, engine_contract, engine_ter
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.scheduler import EngineHooks
 
-__all__ = ["MODEL", "VERSIONS", "CodedReference", "FakeEngineSubject"]
+__all__ = ["MODEL", "TOKEN_TEXT", "VERSIONS", "CodedReference", "FakeEngineSubject"]
 
-MODEL = Model(num_layers=5, moe_layers=(1, 2, 3, 4), num_experts=8, top_k=2)
+MODEL = Model(num_layers=5, moe_layers=(1, 2, 3, 4), num_experts=8, top_k=2, eos_every=12)
 """The model of fake engines; its first layer is dense, so that a wrong layer axis shows."""
+TOKEN_TEXT = "t{:03d}"
+"""The text of a token."""
 VERSIONS: Mapping[str, int] = {"A": 0, "B": 1}
 """The version number of each checkpoint's weights."""
 
@@ -38,6 +48,8 @@ VERSIONS: Mapping[str, int] = {"A": 0, "B": 1}
 class FakeEngineSubject:
     """The fake engine of ``flavour`` as an engine adapter; its model is ``MODEL``, whatever
     ``settings.model`` is.
+
+    ``settings.logprobs_mode`` is one of ``Logprobs``; ``None``: the flavour's.
     """
 
     contract: Contract
@@ -48,9 +60,17 @@ class FakeEngineSubject:
         self.settings = settings
         self.flavour: Flavour = flavour_named(flavour) if isinstance(flavour, str) else flavour
         self.policy: CodedPolicy = CodedPolicy.from_model(MODEL, seed)
-        terms = engine_terms(self.flavour, settings.max_length)
+        self.terms: EngineTerms = engine_terms(
+            self.flavour,
+            settings.max_length,
+            end_tokens=(self.policy.eos_id,),
+            token_text=TOKEN_TEXT,
+        )
+        contract = engine_contract(self.flavour, MODEL, KvPolicy.RECOMPUTE)
         self.contract = replace(
-            engine_contract(self.flavour, MODEL, KvPolicy.RECOMPUTE), engine=terms
+            contract,
+            engine=self.terms,
+            logprobs=Logprobs(settings.logprobs_mode or contract.logprobs),
         )
         self._watching: dict[str, tuple[Query, Watch]] = {}
         self._recorder: Recorder | None = None
@@ -93,6 +113,7 @@ class FakeEngineSubject:
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         """Run a call. Raises ``EngineRefused`` for what the flavour refuses."""
         self._watching[query.handle] = (query, watch)
+        budget = self.granted(query)
         empty = _empty_prompt_reply(self.flavour, query)
         if empty is not None:
             watch(Piece(token_ids=(), sampled=0, finished=True))
@@ -104,29 +125,81 @@ class FakeEngineSubject:
                 *(
                     self.engine.generate(
                         prompt_ids=query.prompt_ids,
-                        max_tokens=query.max_tokens,
+                        max_tokens=budget,
                         request_id=query.handle,
                         sampling={"temperature": query.temperature},
+                        ends=self.ends(query),
+                        draw=draw,
                         want_routes=query.want_routes or always,
                         want_logprobs=query.want_logprobs,
                         routes_start=query.routes_start or 0,
                     )
-                    for _ in range(query.samples)
+                    for draw in self.draws(query)
                 )
             )
         except (BadCall, EnginePaused) as error:
             raise EngineRefused(str(error), kind=type(error).__name__) from error
-        shown = [self.shown(output, query) for output in outputs]
+        shown = [self.shown(self.without_end(output, query), query) for output in outputs]
         for sample, output in enumerate(shown):
             self._stream_end(output, query, watch, sample)
         return shown
 
+    def granted(self, query: Query) -> int:
+        """Return the budget that a call gets near the model's length.
+
+        Raises ``EngineRefused`` for a prompt or a budget that the flavour refuses.
+        """
+        terms, length = self.terms, len(query.prompt_ids)
+        if length > terms.longest_prompt:
+            raise EngineRefused(
+                f"A prompt must have at most {terms.longest_prompt} tokens, not {length}.",
+                kind="BadCall",
+            )
+        if (
+            length + query.max_tokens > terms.max_length
+            and terms.excess_budget is Refusal.ERROR
+            and length
+        ):
+            raise EngineRefused(
+                f"{length} tokens of prompt and a budget of {query.max_tokens} exceed"
+                f" {terms.max_length}.",
+                kind="BadCall",
+            )
+        room = terms.room_after(length)
+        return query.max_tokens if room is None else min(query.max_tokens, room)
+
+    def draws(self, query: Query) -> Sequence[int]:
+        """Return the number of the draw of each sample; known bugs change them."""
+        return range(query.samples)
+
+    def ends(self, query: Query) -> frozenset[int]:
+        """Return the tokens that end a call; known bugs change them."""
+        own = () if query.ignore_end else self.terms.end_tokens
+        return frozenset((*own, *query.stop_token_ids, *map(_token_of, query.stop)))
+
+    def without_end(self, output: EngineOutput, query: Query) -> EngineOutput:
+        """Return the reply without the token that ended its call, if the flavour strips it."""
+        if output.finish_reason is not FinishReason.STOP or not output.token_ids:
+            return output
+        last, terms = output.token_ids[-1], self.terms
+        how = {
+            **dict.fromkeys(map(_token_of, query.stop), terms.stop_string),
+            **dict.fromkeys(query.stop_token_ids, terms.stop_token),
+            **dict.fromkeys(terms.end_tokens, terms.end_token),
+        }
+        return stripped(output) if how.get(last) is StopShown.STRIPPED else output
+
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         """Return what the engine shows of a finished call; known bugs change it."""
-        # SGLang returns logprobs after the temperature, vLLM raw ones by default
-        if self.flavour.logprobs is Logprobs.TEMPERATURE_SCALED and output.logprobs is not None:
-            return replace(output, logprobs=scaled(output.logprobs, query.temperature))
-        return output
+        if output.logprobs is None:
+            return output
+        modes = coded_modes(
+            output.logprobs,
+            query.temperature,
+            query.sampling,
+            penalised=bool(self.terms.penalised_logprobs),
+        )
+        return replace(output, logprobs=modes[self.contract.logprobs])
 
     async def abort(self, handle: str) -> None:
         await self.engine.abort(handle)
@@ -161,7 +234,7 @@ class FakeEngineSubject:
         tokens = tuple(call.ids[call.prompt_len :])
         shown = tokens if query.stream is StreamMode.CUMULATIVE else tokens[-1:]
         # the last token of a call is streamed with its end
-        if call.sampled < query.max_tokens:
+        if len(call.ids) < call.limit and call.ids[-1] not in call.ends:
             watch(self.piece(Piece(token_ids=shown, sampled=len(tokens)), query))
 
     def piece(self, piece: Piece, query: Query) -> Piece:
@@ -213,11 +286,77 @@ class CodedReference:
         ``rollproof.core.events.rollout.Reference`` has them.
         """
         number = VERSIONS[version]
-        raw = self._policy.logprobs(number, ids, 0)
-        raw[:1] = np.nan
+        raw = self._raw(number, ids)
         routes = self._policy.routes(number, ids)
         wide = np.full(routes.shape[:2], np.inf)
         return raw, scaled(raw, temperature), routes, wide, wide
+
+    def sampled(
+        self, version: str, ids: Sequence[int], sampling: Mapping[str, Scalar], start: int
+    ) -> tuple[LogprobArray, LogprobArray, LogprobArray]:
+        """Return the fields ``penalised``, ``penalised_scaled`` and ``processed`` of a
+        ``Reference``.
+
+        The coded policy has no distribution to cut: the token that it chooses is left, and no
+        other.
+        """
+        number, temperature = VERSIONS[version], float(sampling.get("temperature") or 0.0)
+        options = {option: 1.0 for option in SamplingOption if option in sampling}
+        modes = coded_modes(self._raw(number, ids), temperature, options, penalised=True)
+        processed = modes[Logprobs.PROCESSED]
+        if any(not option.penalty for option in options):
+            chosen = self._policy.choices(number, ids, 0)
+            processed = np.where(chosen == np.asarray(ids), processed, -np.inf)
+        return modes[Logprobs.RAW], modes[Logprobs.TEMPERATURE_SCALED], processed
+
+    def _raw(self, number: int, ids: Sequence[int]) -> LogprobArray:
+        raw = self._policy.logprobs(number, ids, 0)
+        raw[:1] = np.nan
+        return raw
+
+
+def coded_modes(
+    raw: LogprobArray,
+    temperature: float,
+    sampling: Mapping[SamplingOption, float],
+    *,
+    penalised: bool,
+) -> Mapping[Logprobs, LogprobArray]:
+    """Return coded logprobs in each mode; ``penalised``: also the first two are after penalties.
+
+    The coded policy has no distribution to change, so a penalty and a filter are functions that
+    differ from all others.
+    """
+    after = raw - 0.5 if any(option.penalty for option in sampling) else raw
+    cut = any(not option.penalty for option in sampling)
+    shown = after if penalised else raw
+    processed = scaled(after, temperature)
+    return {
+        Logprobs.RAW: shown,
+        Logprobs.TEMPERATURE_SCALED: scaled(shown, temperature),
+        Logprobs.PROCESSED: processed * 0.5 if cut else processed,
+        Logprobs.NONE: shown,
+    }
+
+
+def stripped(output: EngineOutput) -> EngineOutput:
+    """Return a reply without its last token, and without the logprob and the row of it."""
+    return replace(
+        output,
+        token_ids=output.token_ids[:-1],
+        logprobs=None if output.logprobs is None else output.logprobs[:-1],
+        routes=None if output.routes is None else output.routes[:-1],
+        spans=tuple(
+            replace(span, end=min(span.end, len(output.token_ids) - 1))
+            for span in output.spans
+            if span.start < len(output.token_ids) - 1
+        ),
+    )
+
+
+def _token_of(text: str) -> int:
+    """Return the token of a text; ``TOKEN_TEXT`` makes it."""
+    return int(text.strip()[1:])
 
 
 def scaled(logprobs: LogprobArray, temperature: float) -> LogprobArray:

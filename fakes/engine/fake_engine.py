@@ -21,6 +21,7 @@ from rollproof.core.engine_contract import PauseMode, Refusal
 from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume, Weights
 from rollproof.core.records import EngineOutput, FinishReason, Scalar, Version, as_tokens
 from rollproof.core.trace import Recorder
+from rollproof.fakes.coded.hashing import MASK, STEP
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import (
     BadCall,
@@ -86,6 +87,8 @@ class FakeEngine:
         self._scheduler = Scheduler(
             server_id, policy, flavour, options, recorder, self._hooks, version, label
         )
+        # the default of calls that do not say which tokens end them
+        self._ends = frozenset((policy.eos_id,) if policy.eos_every is not None else ())
         self._pause: PauseMode | None = None
         self._resumes = 0
         self._drained: asyncio.Future[None] | None = None
@@ -122,6 +125,8 @@ class FakeEngine:
         want_routes: bool = True,
         want_logprobs: bool = True,
         routes_start: int = 0,
+        ends: frozenset[int] | None = None,
+        draw: int = 0,
         wire: Wire | None = None,
     ) -> EngineOutput:
         """Sample up to ``max_tokens`` tokens after ``prompt_ids`` and return them.
@@ -136,6 +141,8 @@ class FakeEngine:
             want_logprobs: return logprobs.
             routes_start: first row to return, if the flavour has that option; else it is ignored,
                 and the output says 0.
+            ends: tokens that end the call; ``None``: the model's own end token, if it has one.
+            draw: number of the sample; each samples other tokens.
             wire: the connection to the caller; ``None`` for a call within the program.
 
         Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` if the flavour
@@ -167,6 +174,11 @@ class FakeEngine:
             return caller_copy(self._recorder.record(refused).output)
         queued = self._enqueue(call, request_id)
         queued.wire = wire
+        if ends is not None:
+            queued.ends = ends
+        if draw:
+            total, length_so_far = queued.state
+            queued.state = ((total + draw * STEP) & MASK, length_so_far)
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
@@ -392,6 +404,7 @@ class FakeEngine:
             want_logprobs=call.want_logprobs,
             future=asyncio.get_running_loop().create_future(),
             state=self.policy.start_state(call.prompt_ids),
+            ends=self._ends,
             watched=self._hooks.watches(call.request_id),
             root=root_of(call.sampling),
         )

@@ -34,6 +34,8 @@ from rollproof.core.engine_contract import (
     Refusal,
     ReplyKey,
     RoutesSwitch,
+    SamplingOption,
+    StopShown,
     StreamMode,
 )
 from rollproof.core.records import FinishReason
@@ -94,7 +96,8 @@ class Flavour:
     routes_start: calls have the option to return routes from a row on.
     abort_by_prefix: aborting ``"1"`` also aborts ``"10"``.
     pause_modes: those that the engine offers; the fake accepts all of them.
-    routes_switch to aborts: as in ``EngineTerms``; the fake refuses every empty prompt.
+    routes_switch to repetition_over_prompt: as in ``EngineTerms``; the fake refuses every empty
+        prompt.
     """
 
     name: str
@@ -123,6 +126,15 @@ class Flavour:
     empty_prompt: Refusal = Refusal.ERROR
     seeded: bool = True
     aborts: bool = True
+    prompt_margin: int = 1
+    spare_positions: int | None = None
+    excess_budget: Refusal | None = None
+    end_token: StopShown | None = None
+    stop_token: StopShown | None = None
+    stop_string: StopShown | None = None
+    sampling: tuple[SamplingOption, ...] = ()
+    penalised_logprobs: bool | None = None
+    repetition_over_prompt: bool = True
 
     def dtype(self, num_experts: int) -> np.dtype[np.integer]:
         """Return the integer type of the rows for a model of ``num_experts``."""
@@ -174,8 +186,18 @@ def _contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
     )
 
 
-def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
-    """Return the terms of calls of ``flavour``, of up to ``max_length`` tokens each."""
+def engine_terms(
+    flavour: Flavour,
+    max_length: int,
+    *,
+    end_tokens: tuple[int, ...] = (),
+    token_text: str | None = None,
+) -> EngineTerms:
+    """Return the terms of calls of ``flavour``, of up to ``max_length`` tokens each.
+
+    ``end_tokens`` are the model's own, and ``token_text`` the text of a token as in
+    ``EngineTerms``; without them calls do not end that way.
+    """
     shown = (ReplyKey.SPANS,) if flavour.shows_spans else ()
     always = (ReplyKey.SPANS,) if flavour.version_tag is VersionTag.SPANS_AND_LAST else ()
     empty = (ReplyKey.LOGPROBS,) if flavour.empty_logprobs else ()
@@ -196,6 +218,17 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
         abort_by_prefix=flavour.abort_by_prefix,
         seeded=flavour.seeded,
         aborts=flavour.aborts,
+        prompt_margin=flavour.prompt_margin,
+        spare_positions=flavour.spare_positions,
+        excess_budget=flavour.excess_budget,
+        end_tokens=end_tokens,
+        end_token=flavour.end_token if end_tokens else None,
+        stop_token=flavour.stop_token,
+        stop_string=None if token_text is None else flavour.stop_string,
+        token_text=token_text,
+        sampling=flavour.sampling,
+        penalised_logprobs=flavour.penalised_logprobs,
+        repetition_over_prompt=flavour.repetition_over_prompt,
         keys_finished=complete,
         keys_aborted=complete,
         keys_early=(
@@ -262,6 +295,20 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
         stream_modes=(StreamMode.FINAL, StreamMode.CUMULATIVE),
         zero_budget=Refusal.EMPTY,
         seeded=False,
+        # a prompt must be shorter than max_req_input_len, 6 below the context length
+        # (srt/managers/tp_worker.py), and a budget ends 2 below it (scheduler.py,
+        # init_req_max_new_tokens); a budget beyond the context is an error (tokenizer_manager.py)
+        prompt_margin=7,
+        spare_positions=2,
+        excess_budget=Refusal.ERROR,
+        # output_ids_through_stop includes what ended the call (schedule_batch.py)
+        end_token=StopShown.KEPT,
+        stop_token=StopShown.KEPT,
+        stop_string=StopShown.KEPT,
+        sampling=tuple(SamplingOption),
+        # penalties change the logits before the sampler takes logprobs of either mode
+        penalised_logprobs=True,
+        repetition_over_prompt=False,
     )
 
 
@@ -281,6 +328,16 @@ def _vllm(
         paused_calls=paused,
         pause_modes=_VLLM_MODES,
         stream_modes=(StreamMode.FINAL, StreamMode.CUMULATIVE, StreamMode.DELTA),
+        # a call fills max_model_len, whatever its budget (v1/core/sched/utils.py, check_stop)
+        spare_positions=0,
+        excess_budget=Refusal.IGNORED,
+        # only the text leaves out what ended the call (v1/engine/detokenizer.py)
+        end_token=StopShown.KEPT,
+        stop_token=StopShown.KEPT,
+        stop_string=StopShown.KEPT,
+        sampling=tuple(SamplingOption),
+        # raw logprobs are taken before the penalties (v1/worker/gpu/sample/sampler.py)
+        penalised_logprobs=False,
     )
 
 

@@ -54,6 +54,7 @@ class InflightCall:
     rid: the engine's own handle of the call, for aborts.
     ids: prompt and sampled tokens.
     limit: the length at which the call ends.
+    ends: tokens that end the call.
     future: resolved when the call ends; ``ended`` then holds the reason and the server's label.
     state: state of the coded policy after ``ids``.
     kv: the KV that the call has computed or adopted.
@@ -83,6 +84,7 @@ class InflightCall:
     want_logprobs: bool
     future: asyncio.Future[None]
     state: PrefixState
+    ends: frozenset[int] = frozenset()
     kv: Kv = field(default_factory=Kv)
     key: Version = None
     decoding: bool = False

@@ -90,7 +90,6 @@ class Scheduler:
         self._options = options
         self._recorder = recorder
         self._hooks = hooks
-        self._eos = policy.eos_id if policy.eos_every is not None else -1
 
     @property
     def in_flight(self) -> list[InflightCall]:
@@ -128,7 +127,7 @@ class Scheduler:
 
     def step(self) -> None:
         """Run one forward of the batch: chunks of prefill, and a token for each decoding call."""
-        policy, eos, chunk = self._policy, self._eos, self._options.prefill_chunk
+        policy, chunk = self._policy, self._options.prefill_chunk
         for call in tuple(self.running.values()):
             # an action raced with the end of this call; an engine sees the end in its next step
             if call.deferred and self._finished(call):
@@ -149,7 +148,7 @@ class Scheduler:
             call.ids.append(token)
             if call.wire is not None and call.wire.on_token is not None:
                 call.wire.on_token(call)
-            if call.watched or token == eos or len(call.ids) >= call.limit:
+            if call.watched or token in call.ends or len(call.ids) >= call.limit:
                 self._check_end(call)
         self._make_room()
 
@@ -278,11 +277,12 @@ class Scheduler:
         call.deferred = False
         if not self._is_complete(call):
             return False
-        self.end(call, FinishReason.STOP if call.ids[-1] == self._eos else FinishReason.LENGTH)
+        stopped = call.sampled > 0 and call.ids[-1] in call.ends
+        self.end(call, FinishReason.STOP if stopped else FinishReason.LENGTH)
         return True
 
     def _is_complete(self, call: InflightCall) -> bool:
-        return len(call.ids) >= call.limit or (call.sampled > 0 and call.ids[-1] == self._eos)
+        return len(call.ids) >= call.limit or (call.sampled > 0 and call.ids[-1] in call.ends)
 
     def _room_for(self, call: InflightCall) -> bool:
         capacity = self._options.kv_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 from rollproof.fakes.known_bugs import (
     batches,
     engine_capture,
+    engine_ends,
     engines,
     http_replies,
     layout_layers,
@@ -44,6 +45,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *layout_layers.BUGS,
     *layout_samples.BUGS,
     *engines.BUGS,
+    *engine_ends.BUGS,
     *replay.BUGS,
 )
 """All known bugs, module by module."""

@@ -20,6 +20,8 @@ __all__ = [
     "Refusal",
     "ReplyKey",
     "RoutesSwitch",
+    "SamplingOption",
+    "StopShown",
     "StreamMode",
 ]
 
@@ -93,6 +95,42 @@ class ReplyKey(StrEnum):
     CACHED = "cached"
 
 
+class StopShown(StrEnum):
+    """What a reply shows of the token that ended its call."""
+
+    KEPT = "kept"
+    """It is the last token of the reply (vLLM, SGLang)."""
+    STRIPPED = "stripped"
+    """The reply ends before it: neither the token nor its logprob and row are returned."""
+
+
+class SamplingOption(StrEnum):
+    """A sampling parameter of a call in addition to temperature and seed, by the name that vLLM and
+    SGLang give it.
+    """
+
+    TOP_P = "top_p"
+    TOP_K = "top_k"
+    MIN_P = "min_p"
+    REPETITION_PENALTY = "repetition_penalty"
+    FREQUENCY_PENALTY = "frequency_penalty"
+    PRESENCE_PENALTY = "presence_penalty"
+
+    @property
+    def penalty(self) -> bool:
+        """Whether it changes the scores; the others leave tokens out."""
+        return self in _PENALTIES
+
+
+_PENALTIES = frozenset(
+    {
+        SamplingOption.REPETITION_PENALTY,
+        SamplingOption.FREQUENCY_PENALTY,
+        SamplingOption.PRESENCE_PENALTY,
+    }
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTerms:
     """How an engine's calls behave. Raises ``ContractError`` for a value that is not valid.
@@ -115,6 +153,22 @@ class EngineTerms:
         keys_aborted: Parts of a reply that was aborted after a token.
         keys_early: Parts of a reply that was aborted before the first token.
         keys_queued: Parts of a reply that was aborted in the waiting queue.
+        prompt_margin: Tokens by which a prompt must be shorter than ``max_length``.
+        spare_positions: Last positions of ``max_length`` that no call fills; ``None``: not
+            declared, so calls near the limit are not judged.
+        excess_budget: How a call is answered whose prompt and budget together exceed
+            ``max_length``; ``IGNORED``: it ends by length there. ``None``: not declared.
+        end_tokens: The model's own end tokens.
+        end_token: What a reply shows of the end token that ended it; ``None``: not declared, so
+            every call is sent with end tokens ignored.
+        stop_token: The same for a token among the call's own ``stop_token_ids``.
+        stop_string: The same for the token that completes a stop string of the call.
+        token_text: The text of a token as a format of its id, such as ``"t{:03d} "``, if texts do
+            not depend on their neighbours. Stop strings are made of it.
+        sampling: Sampling parameters that a call may have in addition to temperature and seed.
+        penalised_logprobs: Whether logprobs that are not ``processed`` are taken after the
+            penalties. ``None``: not declared, so those of calls with penalties are not compared.
+        repetition_over_prompt: Whether ``repetition_penalty`` also counts the tokens of the prompt.
     """
 
     max_length: int
@@ -138,6 +192,22 @@ class EngineTerms:
     keys_early: tuple[ReplyKey, ...] = ()
     # apart: SGLang answers an abort in the queue on another path, without routes and counts
     keys_queued: tuple[ReplyKey, ...] = ()
+    # SGLang keeps a prompt at least 7 tokens below its context length, vLLM 1
+    prompt_margin: int = 1
+    # SGLang ends a call 2 tokens before its context length (srt/managers/scheduler.py,
+    # init_req_max_new_tokens), vLLM fills all of it
+    spare_positions: int | None = None
+    excess_budget: Refusal | None = None
+    end_tokens: tuple[int, ...] = ()
+    end_token: StopShown | None = None
+    stop_token: StopShown | None = None
+    stop_string: StopShown | None = None
+    token_text: str | None = None
+    sampling: tuple[SamplingOption, ...] = ()
+    # vLLM computes raw logprobs before everything, SGLang after the penalties
+    penalised_logprobs: bool | None = None
+    # SGLang counts the output alone (srt/sampling/penaltylib/repetition_penalty.py)
+    repetition_over_prompt: bool = True
 
     def __post_init__(self) -> None:
         if (
@@ -148,6 +218,23 @@ class EngineTerms:
             raise ContractError(
                 f"max_length={self.max_length!r} must be a whole number of tokens, at least 2."
             )
+        object.__setattr__(self, "end_tokens", tuple(self.end_tokens))
+        problems = [
+            f"{name}={value!r} must be a whole number of tokens, at least {least}."
+            for name, value, least in (
+                ("prompt_margin", self.prompt_margin, 1),
+                ("spare_positions", self.spare_positions, 0),
+                *(("end_tokens", token, 0) for token in self.end_tokens),
+            )
+            if value is not None
+            and (isinstance(value, bool) or not isinstance(value, int) or value < least)
+        ]
+        if self.end_token is not None and not self.end_tokens:
+            problems.append("end_token needs end_tokens: the ids of the model's own end tokens.")
+        if self.stop_string is not None and self.token_text is None:
+            problems.append("stop_string needs token_text: stop strings are made of it.")
+        if problems:
+            raise ContractError(" ".join(problems))
         # contracts come from JSON and TOML, too: plain strings become members
         for name, kind in _TUPLES.items():
             object.__setattr__(
@@ -155,12 +242,28 @@ class EngineTerms:
             )
         for name, kind in _SINGLES.items():
             object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
+        for name, kind in _OPTIONAL.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _member(kind, name, value))
         unknown = set(self.recomputing) - set(self.pause_modes)
         if unknown:
             raise ContractError(
                 f"recomputing names {sorted(unknown)}, which are not pause modes of the engine:"
                 f" {list(self.pause_modes)}."
             )
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt that a call may have, in tokens."""
+        return self.max_length - self.prompt_margin
+
+    def room_after(self, prompt: int) -> int | None:
+        """Return how many tokens a call may sample after ``prompt`` tokens; ``None`` if the terms
+        do not say.
+        """
+        if self.spare_positions is None:
+            return None
+        return max(0, self.max_length - self.spare_positions - prompt)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form, with lists for tuples; ``EngineTerms(**...)`` reads it."""
@@ -188,6 +291,7 @@ _TUPLES: dict[str, type[StrEnum]] = {
     "keys_aborted": ReplyKey,
     "keys_early": ReplyKey,
     "keys_queued": ReplyKey,
+    "sampling": SamplingOption,
 }
 _SINGLES: dict[str, type[StrEnum]] = {
     "paused_calls": PausedCalls,
@@ -195,4 +299,10 @@ _SINGLES: dict[str, type[StrEnum]] = {
     "bad_start": Refusal,
     "zero_budget": Refusal,
     "empty_prompt": Refusal,
+}
+_OPTIONAL: dict[str, type[StrEnum]] = {
+    "excess_budget": Refusal,
+    "end_token": StopShown,
+    "stop_token": StopShown,
+    "stop_string": StopShown,
 }

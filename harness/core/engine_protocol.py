@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from rollproof.core.engine_contract import StreamMode
+from rollproof.core.engine_contract import SamplingOption, StreamMode
 from rollproof.core.records import Scalar
 
 __all__ = ["EngineSettings", "Piece", "Query", "Watch", "WeightUpdate"]
@@ -43,10 +43,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """One call of an engine.
-
-    The model's end-of-sequence token is ignored: a call ends when its budget is used up.
-    """
+    """One call of an engine."""
 
     handle: str
     """The engine's own name of the call, for ``abort``. No handle is a prefix of another."""
@@ -63,6 +60,15 @@ class Query:
     routes_start: int | None = None
     """Request only rows from that position on; ``None``: all."""
     stream: StreamMode = StreamMode.CUMULATIVE
+    ignore_end: bool = True
+    """Ignore the model's own end tokens: the call ends when its budget is used up."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the call. Never set together with ``ignore_end``, which switches off
+    both in SGLang."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the call."""
+    sampling: Mapping[SamplingOption, float] = field(default_factory=dict)
+    """Further sampling parameters, of those that the engine's terms declare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

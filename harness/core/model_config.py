@@ -10,7 +10,7 @@ from typing import Any
 from rollproof.core.case import Model
 from rollproof.errors import EngineStartError
 
-__all__ = ["kv_groups_of", "model_of"]
+__all__ = ["end_tokens_of", "kv_groups_of", "model_of"]
 
 # Each family of models names these fields in its own way: Mixtral and gpt-oss have
 # num_local_experts, DeepSeek n_routed_experts, Qwen num_experts.
@@ -51,6 +51,21 @@ def model_of(folder: Path) -> Model | None:
         top_k=top_k,
         vocab=config.get("vocab_size") or Model().vocab,
     )
+
+
+def end_tokens_of(folder: Path) -> tuple[int, ...]:
+    """Return the end tokens of a checkpoint, ascending: ``eos_token_id`` of its generation config,
+    or of its config.
+    """
+    try:
+        text = (Path(folder) / "generation_config.json").read_text(encoding="utf-8")
+        found = json.loads(text).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    if found is None:
+        found = _config(folder).get("eos_token_id")
+    tokens = found if isinstance(found, list) else [found]
+    return tuple(sorted({token for token in tokens if isinstance(token, int)}))
 
 
 def kv_groups_of(folder: Path) -> int:

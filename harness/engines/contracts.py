@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from rollproof.core.case import Model
 from rollproof.core.contract import Contract, KvPolicy, ResumeBy, Rows
 from rollproof.core.engine_protocol import EngineSettings
-from rollproof.core.model_config import model_of
+from rollproof.core.model_config import end_tokens_of, model_of
 from rollproof.errors import EngineStartError
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, engine_terms, flavour_named
 
@@ -21,7 +22,7 @@ def declared(flavour: str | Flavour, settings: EngineSettings) -> Contract:
     folder without a config, or for a config that lacks what a contract needs.
     """
     named = flavour_named(flavour) if isinstance(flavour, str) else flavour
-    terms = engine_terms(named, settings.max_length)
+    terms = engine_terms(named, settings.max_length, end_tokens=end_tokens_of(Path(settings.model)))
     model = model_of(settings.model)
     if not settings.routes:
         declared = engine_contract(named, Model(), KvPolicy.RECOMPUTE)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from rollproof.core.contract import Logprobs
 from rollproof.core.engine_protocol import EngineSettings
 from rollproof.core.model_config import model_of
 from rollproof.core.progress import Progress
@@ -215,13 +216,18 @@ def fake_target(
 
     nowhere = Path()
     settings = EngineSettings(model=nowhere)
+    # as for real engines, one run sees both modes
+    raw = FLAVOURS[flavour].logprobs is Logprobs.RAW
+    other_logprobs = Logprobs.PROCESSED if raw else Logprobs.RAW
     return EngineTarget(
         name=f"{_FAKE}{flavour}",
         make=make or (lambda settings: FakeEngineSubject(settings, flavour, seed)),
         oracle=lambda _engine, _checkpoints: CodedReference(CodedPolicy.from_model(MODEL, seed)),
         settings={
             Setting.MAIN: settings,
-            Setting.CROWDED: replace(settings, kv_tokens=_CROWDED_TOKENS),
+            Setting.CROWDED: replace(
+                settings, kv_tokens=_CROWDED_TOKENS, logprobs_mode=str(other_logprobs)
+            ),
         },
         checkpoints={setting: {"A": nowhere, "B": nowhere} for setting in Setting},
         virtual=True,

@@ -14,7 +14,13 @@ from functools import partial
 from typing import TypeAlias
 
 from rollproof.core.contract import Contract, KvPolicy, Provenance
-from rollproof.core.engine_contract import EngineTerms, PausedCalls, PauseMode, StreamMode
+from rollproof.core.engine_contract import (
+    EngineTerms,
+    PausedCalls,
+    PauseMode,
+    SamplingOption,
+    StreamMode,
+)
 from rollproof.core.records import FinishReason
 from rollproof.engines.session import SentCall, Session
 from rollproof.errors import SubjectError
@@ -62,6 +68,10 @@ def experiments_for(contract: Contract) -> Iterator[Experiment]:
     if terms.samples:
         yield Experiment(name="samples", about="several samples of one prompt", run=_samples)
     yield Experiment(name="temperature", about="logprobs at a temperature", run=_temperature)
+    if terms.sampling:
+        yield Experiment(
+            name="sampling", about="top-p, top-k, min-p and penalties, one a call", run=_sampling
+        )
     if terms.stream_modes:
         yield Experiment(name="streams", about="every stream mode", run=_streams)
     if contract.has_routes:
@@ -70,6 +80,7 @@ def experiments_for(contract: Contract) -> Iterator[Experiment]:
         yield Experiment(name="offset", about="rows from a position on", run=_offset)
     if terms.aborts:
         yield from _abort_experiments(contract, terms)
+    yield from _end_experiments(terms)
     yield Experiment(name="refusals", about="calls that cannot be served", run=_refusals)
     yield from _pause_experiments(terms)
     yield Experiment(name="update-idle", about="a weight update between calls", run=_updated_idle)
@@ -87,6 +98,13 @@ def experiments_for(contract: Contract) -> Iterator[Experiment]:
         run=_temperature,
         setting=Setting.CROWDED,
     )
+    if terms.sampling:
+        yield Experiment(
+            name="sampling-crowded",
+            about="top-p, top-k, min-p and penalties, in the other logprobs mode",
+            run=_sampling,
+            setting=Setting.CROWDED,
+        )
     yield Experiment(
         name="crowded-again",
         about="the same calls once more, with prefixes cached",
@@ -106,6 +124,19 @@ def experiments_for(contract: Contract) -> Iterator[Experiment]:
         run=_updated_idle,
         setting=Setting.CROWDED,
     )
+
+
+def _end_experiments(terms: EngineTerms) -> Iterator[Experiment]:
+    if terms.end_token is not None:
+        yield Experiment(name="ends", about="calls that end at the model's end token", run=_ends)
+    if terms.stop_token is not None or terms.stop_string is not None:
+        yield Experiment(
+            name="stops", about="calls that end at a stop token or a stop string", run=_stops
+        )
+    if terms.spare_positions is not None:
+        yield Experiment(
+            name="limit", about="calls that end in the last places of the context", run=_limit
+        )
 
 
 def _abort_experiments(contract: Contract, terms: EngineTerms) -> Iterator[Experiment]:
@@ -156,7 +187,8 @@ async def _cached(session: Session) -> None:
 
 
 async def _samples(session: Session) -> None:
-    await session.finish(session.send(session.prompt(40), 5, samples=3))
+    # enough tokens that two draws of one distribution do not agree by chance
+    await session.finish(session.send(session.prompt(40), 24, samples=3))
 
 
 async def _temperature(session: Session) -> None:
@@ -166,6 +198,89 @@ async def _temperature(session: Session) -> None:
             for temperature in (0.6, 1.0, 1.4)
         ]
     )
+
+
+_SAMPLING = {
+    SamplingOption.TOP_P: 0.6,
+    SamplingOption.TOP_K: 2,
+    SamplingOption.MIN_P: 0.3,
+    SamplingOption.REPETITION_PENALTY: 1.4,
+    SamplingOption.FREQUENCY_PENALTY: 0.9,
+    SamplingOption.PRESENCE_PENALTY: 1.1,
+}
+"""A value of each sampling parameter that changes the distribution of nearly every token."""
+
+
+async def _sampling(session: Session) -> None:
+    # one parameter a call: engines apply several in different orders, and at a temperature every
+    # mode of logprobs differs from the others
+    await session.finish(
+        *[
+            session.send(
+                session.prompt(12), 10, temperature=0.8, sampling={option: _SAMPLING[option]}
+            )
+            for option in session.terms.sampling
+        ]
+    )
+
+
+async def _ends(session: Session) -> None:
+    calls = [session.send(session.prompt(length), 60, ignore_end=False) for length in (4, 17, 33)]
+    await session.finish(*calls)
+    if not any(map(_stopped, calls)):
+        session.record_miss("no call reached an end token within 60 tokens")
+
+
+async def _stops(session: Session) -> None:
+    """Repeat a greedy call, with one of its tokens as a stop token, and as a stop string."""
+    prompt, seed = session.prompt(20), int(session.draw.integers(1 << 30))
+
+    def call(*, tokens: tuple[int, ...] = (), texts: tuple[int, ...] = ()) -> SentCall:
+        return session.send(
+            prompt,
+            12,
+            temperature=0.0,
+            seed=seed,
+            ignore_end=not (tokens or texts),
+            stop_tokens=tokens,
+            stop_texts=texts,
+        )
+
+    first = call()
+    await session.finish(first)
+    tokens = first.outputs[0].token_ids if first.outputs else ()
+    ends = session.terms.end_tokens
+    # in the middle, so that a call that goes on is seen to go on
+    middle = [
+        token
+        for place, token in enumerate(tokens)
+        if 2 <= place <= 8 and token not in ends and token not in tokens[:place]
+    ]
+    if not middle:
+        session.record_miss("the greedy call repeats itself, so no token of it can end it")
+        return
+    calls = []
+    if session.terms.stop_token is not None:
+        calls.append(call(tokens=(middle[-1],)))
+    if session.terms.stop_string is not None:
+        calls.append(call(texts=(middle[-1],)))
+    await session.finish(*calls)
+    if not any(map(_stopped, calls)):
+        session.record_miss("no call reached its stop token")
+
+
+async def _limit(session: Session) -> None:
+    """Let calls end in the last places of the context, by their budget or by the context."""
+    terms = session.terms
+    calls = []
+    for left in (12, 10, 7, 5, 2, 1):
+        if left < terms.prompt_margin:
+            continue
+        prompt = session.prompt(terms.max_length - left)
+        calls.append(session.send(prompt, left))
+        if terms.excess_budget is not None and left in (10, 2):
+            calls.append(session.send(prompt, left + 8))
+    await session.finish(*calls)
 
 
 async def _streams(session: Session) -> None:
@@ -336,3 +451,8 @@ def _remaining(call: SentCall) -> int:
     ):
         return 0
     return call.query.max_tokens - len(call.outputs[0].token_ids)
+
+
+def _stopped(call: SentCall) -> bool:
+    """Return whether a sample of the call ended by itself, before its budget."""
+    return any(output.finish_reason is FinishReason.STOP for output in call.outputs)

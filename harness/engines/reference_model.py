@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract
-from rollproof.core.records import IntArray, LogprobArray
+from rollproof.core.engine_contract import SamplingOption
+from rollproof.core.records import IntArray, LogprobArray, Scalar
 from rollproof.errors import EngineError
 
 __all__ = ["ReferenceModel"]
@@ -60,6 +61,32 @@ class ReferenceModel:
         raw = _logprobs_of(logits, ids)
         scaled = raw if temperature in (0.0, 1.0) else _logprobs_of(logits / temperature, ids)
         return raw, scaled, *self._routing(scores, len(ids))
+
+    def sampled(
+        self, version: str, ids: Sequence[int], sampling: Mapping[str, Scalar], start: int
+    ) -> tuple[LogprobArray, LogprobArray, LogprobArray]:
+        """Return ``penalised``, ``penalised_scaled`` and ``processed`` as in
+        ``rollproof.core.events.rollout.Reference``, NaN for the prompt ``ids[:start]``.
+        """
+        import torch
+
+        model = self._model(version)
+        with torch.no_grad(), _single_thread(torch):
+            logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        terms = self._contract.engine
+        over_prompt = terms is None or terms.repetition_over_prompt
+        out = np.full((3, len(ids)), np.nan)
+        for place in range(max(start, 1), len(ids)):
+            penalised = _penalised(
+                logits[place - 1], ids[:start] if over_prompt else (), ids[start:place], sampling
+            )
+            token = ids[place]
+            scaled = penalised / (float(sampling.get("temperature") or 0.0) or 1.0)
+            out[:2, place] = [
+                float(torch.log_softmax(scores, -1)[token]) for scores in (penalised, scaled)
+            ]
+            out[2, place] = _processed(scaled, token, sampling)
+        return out[0], out[1], out[2]
 
     def replayed(self, version: str, ids: Sequence[int], routes: IntArray) -> LogprobArray:
         """Return the log-probability of each token at temperature 1 while routers execute
@@ -195,3 +222,65 @@ def _logprobs_of(logits: Any, ids: Sequence[int]) -> LogprobArray:
         logprobs = torch.log_softmax(logits[:-1], -1)
         out[1:] = logprobs.gather(1, torch.tensor(list(ids[1:]))[:, None])[:, 0].double().numpy()
     return out
+
+
+def _penalised(
+    logits: Any, prompt: Sequence[int], output: Sequence[int], sampling: Mapping[str, Scalar]
+) -> Any:
+    """Return one row of logits after the penalties of a call, in the order of vLLM and SGLang: the
+    repetition penalty first.
+    """
+    import torch
+
+    scores, vocab = logits.clone(), len(logits)
+    counts = torch.bincount(torch.tensor(list(output), dtype=torch.long), minlength=vocab)
+    seen = counts > 0
+    repetition = float(sampling.get(SamplingOption.REPETITION_PENALTY) or 1.0)
+    repeated = seen.clone()
+    repeated[torch.tensor(list(prompt), dtype=torch.long)] = True
+    scores[repeated] = torch.where(
+        scores[repeated] > 0, scores[repeated] / repetition, scores[repeated] * repetition
+    )
+    scores -= float(sampling.get(SamplingOption.FREQUENCY_PENALTY) or 0.0) * counts
+    scores -= float(sampling.get(SamplingOption.PRESENCE_PENALTY) or 0.0) * seen
+    return scores
+
+
+_EDGE = 1e-3
+"""The part of a cut in which rounding decides on which side of it a token lies."""
+
+
+def _processed(scores: Any, token: int, sampling: Mapping[str, Scalar]) -> float:
+    """Return the log-probability of a token after min-p, top-k and top-p: -inf if it is left out,
+    NaN if rounding decides what is.
+    """
+    import torch
+
+    wide, narrow = (_kept(scores, sampling, slack) for slack in (_EDGE, -_EDGE))
+    if not bool(wide[token]):
+        return float("-inf")
+    if not torch.equal(wide, narrow):
+        return float("nan")
+    return float(torch.log_softmax(scores.masked_fill(~wide, float("-inf")), -1)[token])
+
+
+def _kept(scores: Any, sampling: Mapping[str, Scalar], slack: float) -> Any:
+    """Return ``(vocab,)``: which tokens the parameters leave; more of them with more ``slack``."""
+    import torch
+
+    kept = torch.ones(len(scores), dtype=torch.bool)
+    min_p = float(sampling.get(SamplingOption.MIN_P) or 0.0)
+    if min_p:
+        kept &= scores >= scores.max() + np.log(min_p) - slack
+    top_k = int(sampling.get(SamplingOption.TOP_K) or 0)
+    if top_k:
+        last = scores.masked_fill(~kept, float("-inf")).topk(top_k).values[-1]
+        # the k-th itself is left, however close the next one is
+        kept &= scores >= last - max(slack, 0.0)
+    top_p = float(sampling.get(SamplingOption.TOP_P) or 0.0)
+    if top_p:
+        probabilities = torch.softmax(scores.masked_fill(~kept, float("-inf")), -1)
+        order = probabilities.argsort(descending=True)
+        before = probabilities[order].cumsum(0) - probabilities[order]
+        kept[order[before >= top_p + slack]] = False
+    return kept

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from rollproof.core.contract import Contract, KvPolicy, Provenance, ResumeBy
-from rollproof.core.engine_contract import EngineTerms, PauseMode, StreamMode
+from rollproof.core.engine_contract import EngineTerms, PauseMode, SamplingOption, StreamMode
 from rollproof.core.engine_protocol import Piece, Query, WeightUpdate
 from rollproof.core.events.rollout import (
     Abort,
@@ -204,11 +204,16 @@ class Session:
         want_logprobs: bool = True,
         routes_start: int | None = None,
         stream: StreamMode | None = None,
+        ignore_end: bool = True,
+        stop_tokens: Sequence[int] = (),
+        stop_texts: Sequence[int] = (),
+        sampling: Mapping[SamplingOption, float] | None = None,
         after: SentCall | None = None,
     ) -> SentCall:
         """Send a call; without ``seed`` it gets one of its own.
 
-        ``after`` is the call of the same request that it continues.
+        ``stop_texts`` are tokens whose text is a stop string. ``after`` is the call of the same
+        request that it continues.
         """
         number = len(self._sent)
         requests = (
@@ -227,7 +232,13 @@ class Session:
             want_logprobs=want_logprobs,
             routes_start=routes_start,
             stream=stream or self.stream,
+            ignore_end=ignore_end,
+            stop_token_ids=tuple(stop_tokens),
+            stop=tuple((self.terms.token_text or "").format(token) for token in stop_texts),
+            sampling=dict(sampling or {}),
         )
+        own = () if ignore_end else self.terms.end_tokens
+        ends = own if self.terms.end_token is not None or ignore_end else None
         calls = tuple(1000 * number + i + 1 for i in range(samples))
         before = (*after.before, *after.outputs) if after is not None else ()
         sent = SentCall(
@@ -241,7 +252,14 @@ class Session:
         for request, call in zip(requests, calls, strict=True):
             if after is None:
                 self._recorder.record(Submit(request=_request(request, query, requests)))
-            self._recorder.record(_call(call, request, query))
+            self._recorder.record(
+                replace(
+                    _call(call, request, query),
+                    end_tokens=ends,
+                    stop_token_ids=query.stop_token_ids,
+                    stop_string_tokens=tuple(stop_texts),
+                )
+            )
         self._sent.append(sent)
         sent.task = asyncio.get_running_loop().create_task(self._generate(sent), name=query.handle)
         return sent
@@ -528,7 +546,11 @@ def _call(number: int, request: str, query: Query) -> Call:
 
 
 def _sampling(query: Query) -> dict[str, Scalar]:
-    return {"temperature": query.temperature, "seed": query.seed}
+    return {
+        "temperature": query.temperature,
+        "seed": query.seed,
+        **{str(option): value for option, value in query.sampling.items()},
+    }
 
 
 def _spans(outputs: Sequence[EngineOutput]) -> tuple[Span, ...]:

@@ -11,12 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from rollproof.core.contract import Contract, Provenance
+from rollproof.core.engine_contract import SamplingOption
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Reference, Reply, Weights
-from rollproof.core.records import EngineOutput, IntArray, LogprobArray, Span, Version, spread
+from rollproof.core.records import (
+    EngineOutput,
+    IntArray,
+    LogprobArray,
+    Scalar,
+    Span,
+    Version,
+    spread,
+)
 from rollproof.core.trace import Trace
 from rollproof.invariants.engine.independent_forward import Mask, fit_of
 
@@ -35,8 +44,20 @@ class Oracle(Protocol):
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
         """Return the fields ``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` of a
         ``rollproof.core.events.rollout.Reference`` for ``ids``.
+
+        An oracle may also have ``sampled(version, ids, sampling, start)``, which returns the fields
+        ``penalised``, ``penalised_scaled`` and ``processed`` for a call with these parameters, of
+        which ``ids[:start]`` is the prompt. Without it, calls with other parameters than
+        temperature and seed are not compared.
         """
         ...
+
+
+@runtime_checkable
+class _SamplingOracle(Protocol):
+    def sampled(
+        self, version: str, ids: Sequence[int], sampling: Mapping[str, Scalar], start: int
+    ) -> tuple[LogprobArray, LogprobArray, LogprobArray]: ...
 
 
 def attributed(
@@ -96,6 +117,13 @@ class _Forwards:
                     )
                 self._values[key] = self._oracle.forward(version, ids, temperature)
             logprobs, scaled, routes, margins, orders = self._values[key]
+            penalised = penalised_scaled = processed = None
+            if isinstance(self._oracle, _SamplingOracle) and any(
+                option in call.sampling for option in SamplingOption
+            ):
+                penalised, penalised_scaled, processed = self._oracle.sampled(
+                    version, ids, call.sampling, len(call.prompt_ids)
+                )
             references.append(
                 Reference(
                     call_id=call.call_id,
@@ -105,6 +133,9 @@ class _Forwards:
                     routes=routes,
                     margins=margins,
                     orders=orders,
+                    penalised=penalised,
+                    penalised_scaled=penalised_scaled,
+                    processed=processed,
                 )
             )
         return references
@@ -123,7 +154,7 @@ def _explained(
         labels.get(label)
         for label in (spread(output.spans, count) if output.spans else [output.version] * count)
     ]
-    fits = [fit_of(contract, sent, output, reference) for reference in references]
+    fits = [fit_of(contract, call, output, reference) for reference in references]
     tokens = rows = None
     if fits and len(fits[0].tokens):
         explained = [(fit.version, fit.tokens, fit.doubtful_tokens) for fit in fits]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rollproof.core.contract import Contract, Logprobs
 from rollproof.core.engine_contract import StreamMode
-from rollproof.invariants.engine import engine_calls, engine_replies, engine_values
+from rollproof.invariants.engine import engine_calls, engine_ends, engine_replies, engine_values
 from rollproof.judging.checks import Applies, Check
 
 __all__ = ["CHECKS", "SHARED", "shared"]
@@ -19,12 +19,16 @@ CHECKS: tuple[Check, ...] = (
     engine_values.engine_order,
     engine_values.engine_logprobs,
     engine_values.engine_logprob_mode,
+    engine_values.engine_sampling,
     engine_replies.engine_rows,
     engine_replies.engine_parts,
     engine_replies.engine_spans,
     engine_replies.engine_opt_in,
     engine_replies.engine_stream,
     engine_replies.engine_identity,
+    engine_ends.engine_ends,
+    engine_ends.engine_length,
+    engine_ends.engine_samples,
     engine_calls.engine_answers,
     engine_calls.engine_refusals,
     engine_calls.engine_paused_calls,

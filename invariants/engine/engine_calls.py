@@ -9,7 +9,7 @@ from rollproof.core.engine_contract import EngineTerms, PausedCalls, Refusal
 from rollproof.core.events.rollout import Abort, Call, Chunk, Fault, Pause, Reply, Result, Resume
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.event_check import EventCheck
-from rollproof.invariants.engine.engine_replies import refusal_of
+from rollproof.invariants.engine.engine_replies import is_served, refusal_of
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
@@ -73,11 +73,13 @@ class EngineAnswers(_Calls):
         if (
             call is None
             or event.output.finish_reason is not FinishReason.LENGTH
-            or refusal_of(self.terms, call) is not None
+            or not is_served(self.terms, call)
         ):
             return
-        # Not every engine uses the last position of the context.
-        room = self.terms.max_length - 1 - len(call.prompt_ids)
+        room = self.terms.room_after(len(call.prompt_ids))
+        if room is None:
+            # Not every engine uses the last positions of the context.
+            room = self.terms.max_length - 1 - len(call.prompt_ids)
         if sampled < min(room, room if call.max_tokens is None else call.max_tokens):
             out.finding(
                 "a call ended by length before it had the length",

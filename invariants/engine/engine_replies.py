@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
 __all__ = [
+    "Served",
     "engine_identity",
     "engine_opt_in",
     "engine_parts",
     "engine_rows",
     "engine_spans",
     "engine_stream",
+    "is_served",
     "refusal_of",
 ]
 
@@ -46,12 +48,20 @@ def refusal_of(terms: EngineTerms, call: Call) -> Refusal | None:
         return terms.empty_prompt
     if call.max_tokens is not None and call.max_tokens < 1:
         return terms.zero_budget
-    if len(call.prompt_ids) >= terms.max_length:
+    if len(call.prompt_ids) > terms.longest_prompt:
         return Refusal.ERROR
-    return terms.bad_start if call.routes_start > len(call.prompt_ids) else None
+    if call.routes_start > len(call.prompt_ids):
+        return terms.bad_start
+    budget = call.max_tokens or 0
+    return terms.excess_budget if len(call.prompt_ids) + budget > terms.max_length else None
 
 
-class _Served(PerReply):
+def is_served(terms: EngineTerms, call: Call) -> bool:
+    """Return whether the engine must serve a call, by its terms."""
+    return refusal_of(terms, call) in (None, Refusal.IGNORED)
+
+
+class Served(PerReply):
     """Passes on the replies to calls that can be served."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -62,7 +72,7 @@ class _Served(PerReply):
     def judge(
         self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
     ) -> None:
-        if refusal_of(self.terms, call) in (None, Refusal.IGNORED):
+        if is_served(self.terms, call):
             self.judge_served(call, reply, out)
 
     def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -72,7 +82,7 @@ class _Served(PerReply):
         )
 
 
-class EngineRows(_Served):
+class EngineRows(Served):
     """Of N tokens of prompt and response the last was never forwarded, however the call ended."""
 
     def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -106,7 +116,7 @@ class EngineRows(_Served):
             )
 
 
-class EngineParts(_Served):
+class EngineParts(Served):
     """The parts of a reply depend on how far its call had come."""
 
     def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -155,7 +165,7 @@ class EngineParts(_Served):
             )
 
 
-class EngineSpans(_Served):
+class EngineSpans(Served):
     """Spans are contiguous from 0, differ from one to the next, and cover the tokens."""
 
     def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -185,7 +195,7 @@ class EngineSpans(_Served):
             )
 
 
-class EngineOptIn(_Served):
+class EngineOptIn(Served):
     """Routes are large: a call that did not request them must not get them, unless the engine has
     only one switch.
     """
@@ -224,7 +234,7 @@ class EngineOptIn(_Served):
             )
 
 
-class EngineStream(_Served):
+class EngineStream(Served):
     """The pieces that a caller puts together are the reply."""
 
     def __init__(self, context: JudgeContext) -> None:

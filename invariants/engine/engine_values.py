@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.core.contract import Contract, Logprobs
+from rollproof.core.engine_contract import SamplingOption
 from rollproof.core.events.rollout import Call, Reference, Reply, Weights
-from rollproof.core.records import LogprobArray
 from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.engine.independent_forward import (
     NEAR_TIE,
@@ -20,6 +20,7 @@ from rollproof.invariants.engine.independent_forward import (
     Mask,
     PerReply,
     fit_of,
+    logprobs_of,
     moe_rows,
     readable,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "engine_logprobs",
     "engine_order",
     "engine_routes",
+    "engine_sampling",
 ]
 
 _NO_REFERENCE = "the trace holds no independent forward pass (Reference events)"
@@ -61,10 +63,7 @@ class _ValueCheck(PerReply):
             return
         if self.kv_outlives_weights or self._after_identity:
             return
-        fits = [
-            fit_of(self.contract, len(call.prompt_ids), reply.output, reference)
-            for reference in references
-        ]
+        fits = [fit_of(self.contract, call, reply.output, reference) for reference in references]
         self.compare(call, reply, references, fits, out)
 
     def compare(
@@ -170,7 +169,7 @@ class EngineLogprobs(_ValueCheck):
             _any_fit(fit.doubtful_tokens for fit in fits),
         )
         # vLLM (logprobs_mode) and SGLang (SGLANG_RETURN_ORIGINAL_LOGPROB) can return either mode.
-        if not matching.all() and any(fit.other_mode.all() for fit in fits):
+        if not matching.all() and any(fit.is_of_another_mode() is not None for fit in fits):
             return
         out.exercised("logprobs compared", int((~doubtful).sum()))
         wrong = np.flatnonzero(~matching & ~doubtful)
@@ -178,8 +177,14 @@ class EngineLogprobs(_ValueCheck):
             first = int(wrong[0])
             sent = len(call.prompt_ids)
             values = {
-                str(reference.version): _in_declared_mode(self.contract, reference)[sent + first]
+                str(reference.version): values[sent + first]
                 for reference in references
+                if (
+                    values := logprobs_of(self.contract, call, reference).get(
+                        self.contract.logprobs
+                    )
+                )
+                is not None
             }
             out.finding(
                 "an engine's logprobs are not those of its weights",
@@ -200,7 +205,7 @@ class EngineLogprobs(_ValueCheck):
 
 
 class EngineLogprobMode(_ValueCheck):
-    """At a temperature the two modes differ at nearly every token."""
+    """At a temperature, or with tokens left out, the modes differ at nearly every token."""
 
     def compare(
         self,
@@ -210,27 +215,26 @@ class EngineLogprobMode(_ValueCheck):
         fits: Sequence[Fit],
         out: Collector,
     ) -> None:
-        temperature = call.sampling.get("temperature")
-        # Greedy and plain sampling do not tell the two modes apart.
-        if temperature in (None, 0, 0.0, 1, 1.0) or not len(fits[0].tokens):
+        if not len(fits[0].tokens):
             return
         for fit in fits:
+            # Greedy and plain sampling do not tell the modes apart.
+            if not fit.other_modes or fit.doubtful_tokens.all():
+                continue
             if fit.tokens.all():
-                out.exercised("replies at a temperature other than 1")
+                out.exercised("replies whose logprobs differ between modes")
                 return
-            if fit.other_mode.all():
-                declared, other_mode = "raw", "temperature-scaled"
-                if self.contract.logprobs is not Logprobs.RAW:
-                    declared, other_mode = other_mode, declared
+            other = fit.is_of_another_mode()
+            if other is not None:
                 out.finding(
                     "logprobs are of another mode than the declared one",
                     expected=(
-                        f"{declared} logprobs (the contract declares"
+                        f"{self.contract.logprobs} logprobs (the contract declares"
                         f" logprobs='{self.contract.logprobs}')"
                     ),
                     observed=(
-                        f"{other_mode} ones for all {count(len(fit.tokens), 'token')} of a call at"
-                        f" temperature {temperature}"
+                        f"{other} ones for all {count(len(fit.tokens), 'token')} of a call with"
+                        f" {_parameters(call)}"
                     ),
                     where={"call": reply.call_id, "server": call.server_id, "version": fit.version},
                     hint=(
@@ -241,6 +245,52 @@ class EngineLogprobMode(_ValueCheck):
                     ),
                 )
                 return
+
+
+class EngineSampling(_ValueCheck):
+    """A token that top-k, top-p or min-p leaves out cannot be sampled."""
+
+    def compare(
+        self,
+        call: Call,
+        reply: Reply,
+        references: Sequence[Reference],
+        fits: Sequence[Fit],
+        out: Collector,
+    ) -> None:
+        filters = [
+            option for option in SamplingOption if option in call.sampling and not option.penalty
+        ]
+        known = [
+            reference.processed[len(call.prompt_ids) :]
+            for reference in references
+            if reference.processed is not None
+        ]
+        if not filters or not known or not reply.output.token_ids:
+            return
+        tokens = len(reply.output.token_ids)
+        left_out = np.ones(tokens, dtype=bool)
+        for processed in known:
+            left_out &= np.isneginf(processed)
+        # Behind a near-tie of experts the distribution may be another one.
+        for reference in references:
+            left_out &= ~_behind_near_tie(self.contract, call, reply, reference)
+        out.exercised("tokens sampled under top-p, top-k or min-p", tokens)
+        if left_out.any():
+            place = int(np.flatnonzero(left_out)[0])
+            out.finding(
+                "a token was sampled that the call's parameters leave out",
+                expected=f"a token that {_parameters(call)} leaves",
+                observed=(
+                    f"token {reply.output.token_ids[place]}; so for {int(left_out.sum())} of"
+                    f" {count(tokens, 'token')} (token {ranges(np.flatnonzero(left_out).tolist())})"
+                ),
+                where={"call": reply.call_id, "index": place, "server": call.server_id},
+                hint=(
+                    "The parameter does not reach the sampler, or another call's of the same batch"
+                    " is applied: the samples are of another policy than the trainer assumes."
+                ),
+            )
 
 
 class EngineOrder(_ValueCheck):
@@ -302,12 +352,37 @@ def _any_fit(masks: Iterable[Mask]) -> Mask:
     return combined
 
 
-def _in_declared_mode(contract: Contract, reference: Reference) -> LogprobArray:
-    return reference.logprobs if contract.logprobs is Logprobs.RAW else reference.scaled
+def _parameters(call: Call) -> str:
+    named = [f"temperature {call.sampling.get('temperature')}"]
+    named += [
+        f"{option}={call.sampling[option]}" for option in SamplingOption if option in call.sampling
+    ]
+    return ", ".join(named)
+
+
+def _behind_near_tie(contract: Contract, call: Call, reply: Reply, reference: Reference) -> Mask:
+    """Return ``(tokens,)``: whether two experts' scores were so close before a token that rounding
+    decides how the model goes on.
+    """
+    moe = list(contract.moe_layers or ())
+    sent, tokens = len(call.prompt_ids), len(reply.output.token_ids)
+    ties = np.flatnonzero((reference.margins[:, moe] < NEAR_TIE).any(axis=1))
+    first = int(ties[0]) if len(ties) else sent + tokens
+    behind: Mask = np.arange(tokens) + sent > first
+    return behind
 
 
 def _has_logprobs(contract: Contract) -> str | None:
     return "the contract declares logprobs='none'" if contract.logprobs is Logprobs.NONE else None
+
+
+def _has_filters(contract: Contract) -> str | None:
+    offered = contract.engine.sampling if contract.engine is not None else ()
+    return (
+        None
+        if any(not option.penalty for option in offered)
+        else "the engine declares neither top-p nor top-k nor min-p (sampling)"
+    )
 
 
 _NEEDS = (
@@ -346,11 +421,19 @@ engine_logprobs: Check = trace_check(
 engine_logprob_mode: Check = trace_check(
     "engine.logprob-mode",
     promise=(
-        "At a temperature, logprobs are of the declared mode: of the model's distribution, or"
-        " of the one that was sampled from."
+        "At a temperature, and under top-p, top-k, min-p and penalties, logprobs are of the"
+        " declared mode: of the model's distribution, or of the one that was sampled from."
     ),
     needs=_NEEDS + ", of calls at a temperature other than 1",
-    exercised_by="replies at a temperature other than 1",
+    exercised_by="replies whose logprobs differ between modes",
     applies=_has_logprobs,
     about="engines",
 )(EngineLogprobMode)
+engine_sampling: Check = trace_check(
+    "engine.sampling",
+    promise="Only tokens that a call's top-p, top-k and min-p leave are sampled.",
+    needs=_NEEDS + ", of calls with top-p, top-k or min-p",
+    exercised_by="tokens sampled under top-p, top-k or min-p",
+    applies=_has_filters,
+    about="engines",
+)(EngineSampling)

@@ -7,7 +7,7 @@ values are *doubtful* and never reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.core.contract import Contract, KvPolicy, LayerAxis, Logprobs, Rows
+from rollproof.core.engine_contract import SamplingOption
 from rollproof.core.events.rollout import Call, Reference, Reply, Result, Weights
-from rollproof.core.records import EngineOutput, IntArray
+from rollproof.core.records import EngineOutput, IntArray, LogprobArray
 from rollproof.invariants._shared.event_check import EventCheck
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "PerReply",
     "captured_rows",
     "fit_of",
+    "logprobs_of",
     "moe_rows",
     "readable",
 ]
@@ -54,7 +56,7 @@ class Fit:
     doubtful_tokens: ``(tokens,)``: a near-tie before it leaves that open.
     rows: ``(rows,)``: the row is the reference's.
     doubtful_rows: ``(rows,)``: a near-tie at or before it leaves that open.
-    other_mode: As ``tokens``, in the mode that the engine does not declare.
+    other_modes: As ``tokens``, in each mode that the engine does not declare.
     """
 
     version: str
@@ -62,13 +64,47 @@ class Fit:
     doubtful_tokens: Mask
     rows: Mask
     doubtful_rows: Mask
-    other_mode: Mask
+    other_modes: Mapping[Logprobs, Mask]
+
+    def is_of_another_mode(self) -> Logprobs | None:
+        """Return the undeclared mode of which all logprobs are, if the declared one is not."""
+        if (self.tokens | self.doubtful_tokens).all():
+            return None
+        return next(
+            (
+                mode
+                for mode, matching in self.other_modes.items()
+                if (matching | self.doubtful_tokens).all()
+            ),
+            None,
+        )
 
 
-def fit_of(contract: Contract, sent: int, output: EngineOutput, reference: Reference) -> Fit:
-    """Compare a reply to a call of ``sent`` prompt tokens with a reference under the engine's
-    contract.
+def logprobs_of(
+    contract: Contract, call: Call, reference: Reference
+) -> Mapping[Logprobs, LogprobArray | None]:
+    """Return what the reference expects of a call in each mode, ``(T,)`` each.
+
+    ``None``: the reference, or the contract, does not say.
     """
+    options = [option for option in SamplingOption if option in call.sampling]
+    raw: LogprobArray | None = reference.logprobs
+    scaled: LogprobArray | None = reference.scaled
+    processed: LogprobArray | None = reference.processed if options else reference.scaled
+    after = contract.engine.penalised_logprobs if contract.engine is not None else None
+    if any(option.penalty for option in options) and after is not False:
+        raw = reference.penalised if after else None
+        scaled = reference.penalised_scaled if after else None
+    return {
+        Logprobs.RAW: raw,
+        Logprobs.TEMPERATURE_SCALED: scaled,
+        Logprobs.PROCESSED: processed,
+    }
+
+
+def fit_of(contract: Contract, call: Call, output: EngineOutput, reference: Reference) -> Fit:
+    """Compare a reply with a reference under the engine's contract."""
+    sent = len(call.prompt_ids)
     count = len(output.token_ids)
     rows = doubtful_rows = np.zeros(0, dtype=bool)
     first_tie = np.inf
@@ -81,16 +117,33 @@ def fit_of(contract: Contract, sent: int, output: EngineOutput, reference: Refer
         first_tie = output.routes_start + int(flips[0]) if len(flips) else np.inf
         # Behind a near-tie every hidden state may differ, so later rows are doubtful as well.
         doubtful_rows = np.arange(len(rows)) + output.routes_start >= first_tie
-    tokens = doubtful_tokens = other = np.zeros(0, dtype=bool)
+    tokens = doubtful_tokens = np.zeros(0, dtype=bool)
+    others: dict[Logprobs, Mask] = {}
     if output.logprobs is not None and len(output.logprobs) == count:
-        # Raw logprobs are of the model's distribution, scaled ones of the distribution at the
-        # sampling temperature.
-        modes = (reference.logprobs[sent:], reference.scaled[sent:])
-        declared, undeclared = modes if contract.logprobs is Logprobs.RAW else modes[::-1]
-        tokens = np.abs(output.logprobs - declared) <= TOLERANCE
-        other = np.abs(output.logprobs - undeclared) <= TOLERANCE
+        modes = logprobs_of(contract, call, reference)
+        declared = modes.get(contract.logprobs)
         doubtful_tokens = np.arange(count) + sent > first_tie
-    return Fit(str(reference.version), tokens, doubtful_tokens, rows, doubtful_rows, other)
+        if declared is None:
+            tokens, doubtful_tokens = np.zeros(count, dtype=bool), np.ones(count, dtype=bool)
+        else:
+            tokens = _close(output.logprobs, declared[sent:])
+            # rounding decides whether the token was left out, or it was left out: engine.sampling
+            # judges that
+            doubtful_tokens = doubtful_tokens | ~np.isfinite(declared[sent:])
+            others = {
+                mode: _close(output.logprobs, values[sent:])
+                for mode, values in modes.items()
+                if mode is not contract.logprobs
+                and values is not None
+                and not _close(declared[sent:], values[sent:]).all()
+            }
+    return Fit(str(reference.version), tokens, doubtful_tokens, rows, doubtful_rows, others)
+
+
+def _close(left: LogprobArray, right: LogprobArray) -> Mask:
+    with np.errstate(invalid="ignore"):
+        near: Mask = np.abs(left - right) <= TOLERANCE
+    return near
 
 
 def readable(contract: Contract, output: EngineOutput) -> bool:

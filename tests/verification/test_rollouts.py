@@ -120,7 +120,11 @@ def test_each_kind_has_a_finding_and_a_counterexample(tmp_path: Path) -> None:
 
     def run() -> CheckResult:
         report = run_conformance(
-            AsSampled, cases=cases, checks=[kinds_by_size], only=["mine.kinds"], witness_dir=tmp_path
+            AsSampled,
+            cases=cases,
+            checks=[kinds_by_size],
+            only=["mine.kinds"],
+            witness_dir=tmp_path,
         )
         return report.results[0]
 

@@ -64,6 +64,10 @@ class Call(Event):
         stream: How the reply is streamed, if it is.
         candidates: The requests to one of which an unattributed call belongs. What those received
             is then not known.
+        end_tokens: The model's own end tokens, which end the call; empty if the call ignores them.
+            ``None``: not known.
+        stop_token_ids: Further tokens that end the call.
+        stop_string_tokens: Tokens whose text is a stop string of the call.
     """
 
     kind: ClassVar[str] = "call"
@@ -80,6 +84,9 @@ class Call(Event):
     stream: StreamMode | None = None
     # requests that share a prompt (n > 1) cannot always be distinguished, and nothing is guessed
     candidates: tuple[str, ...] = ()
+    end_tokens: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_string_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +150,13 @@ class Reference(Event):
             expert and of the best one that was not chosen. If it is small, rounding decides.
             Infinity in dense layers.
         orders: ``(T, num_layers)``: the same for the closest two of the chosen experts.
+        penalised: ``(T,)``: ``logprobs`` after the penalties of the call. Like the other two,
+            ``None`` if the call has no sampling parameter beyond temperature and seed, or if the
+            reference does not know their effect.
+        penalised_scaled: ``(T,)``: ``penalised`` at the temperature of the call.
+        processed: ``(T,)``: the log-probability under the distribution that was sampled from: after
+            penalties, temperature, min-p, top-k and top-p, renormalised. -inf: the token was left
+            out; NaN: rounding decides whether it was.
     """
 
     kind: ClassVar[str] = "reference"
@@ -153,6 +167,9 @@ class Reference(Event):
     routes: IntArray
     margins: LogprobArray
     orders: LogprobArray
+    penalised: LogprobArray | None = None
+    penalised_scaled: LogprobArray | None = None
+    processed: LogprobArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,8 +109,11 @@ class SglangEngine:
             "temperature": query.temperature,
             "max_new_tokens": query.max_tokens,
             "n": query.samples,
-            "ignore_eos": True,
+            "ignore_eos": query.ignore_end,
+            **{str(option): value for option, value in query.sampling.items()},
         }
+        if query.stop_token_ids:
+            sampling["stop_token_ids"] = list(query.stop_token_ids)
         if query.seed is not None:
             sampling["sampling_seed"] = query.seed
         arguments: dict[str, Any] = {

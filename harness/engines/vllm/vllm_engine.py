@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract, Logprobs
-from rollproof.core.engine_contract import PauseMode, StreamMode
+from rollproof.core.engine_contract import EngineTerms, PauseMode, SamplingOption, StreamMode
 from rollproof.core.engine_protocol import EngineSettings, Piece, Query, Watch, WeightUpdate
 from rollproof.core.model_config import kv_groups_of
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span
 from rollproof.engines.contracts import declared
 from rollproof.engines.host.host_client import EngineProcess
+from rollproof.engines.vllm.vllm_cpu import is_cpu_build
 from rollproof.errors import SubjectError, UsageError
 from rollproof.fakes.engine.flavours import Flavour, flavour_named
 
@@ -75,7 +76,9 @@ class VllmEngine:
                 f"vLLM's logprobs_mode {mode!r} returns no logprobs to compare; choose among"
                 f" {list(_LOGPROBS)}."
             )
-        self.contract = replace(contract, logprobs=_LOGPROBS[mode])
+        self.contract = replace(
+            contract, logprobs=_LOGPROBS[mode], engine=_without_filters(contract, settings)
+        )
         self._progress = progress
         self._process: EngineProcess | None = None
         self._loaded = settings.model
@@ -115,7 +118,11 @@ class VllmEngine:
             "max_tokens": query.max_tokens,
             "n": query.samples,
             "seed": query.seed,
+            "ignore_eos": query.ignore_end,
+            **{str(option): value for option, value in query.sampling.items()},
         }
+        if query.stop_token_ids:
+            sampling["stop_token_ids"] = list(query.stop_token_ids)
         if query.want_logprobs:
             sampling["logprobs"] = 0
         if query.routes_start is not None:
@@ -194,6 +201,19 @@ class VllmEngine:
         if self._process is None:
             raise UsageError("The engine is not started: await start() first.")
         return self._process
+
+
+def _without_filters(contract: Contract, settings: EngineSettings) -> EngineTerms | None:
+    """Return the terms, without top-p and top-k on the CPU build, which cannot run their kernel
+    (``rollproof.engines.vllm.vllm_cpu``).
+    """
+    terms = contract.engine
+    if terms is None or "python" in settings.extra or not is_cpu_build():
+        return terms
+    missing = (SamplingOption.TOP_P, SamplingOption.TOP_K)
+    return replace(
+        terms, sampling=tuple(option for option in terms.sampling if option not in missing)
+    )
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(sampling: Mapping[str, Any], stream: str) -> Any:
-    """Return ``SamplingParams`` of a call that ends by its budget."""
+    """Return ``SamplingParams``; without ``ignore_eos`` in them the call ends by its budget."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     kinds = {
@@ -220,7 +220,9 @@ def _sampling(sampling: Mapping[str, Any], stream: str) -> Any:
         "cumulative": RequestOutputKind.CUMULATIVE,
         "delta": RequestOutputKind.DELTA,
     }
-    return SamplingParams(**sampling, detokenize=False, ignore_eos=True, output_kind=kinds[stream])
+    return SamplingParams(
+        **{"ignore_eos": True, **sampling}, detokenize=False, output_kind=kinds[stream]
+    )
 
 
 def _counted(metrics: Any) -> dict[str, float]:
