@@ -386,8 +386,20 @@ class AsSampled:
         )
 
     def loss_mask(self, sample: PartialSample) -> IntArray | None:
-        """Return 1 for sampled tokens and 0 for the environment's, if the contract has a mask."""
-        return np.array(sample.mask, dtype=np.int64) if self.contract.loss_mask else None
+        """Return 1 for sampled tokens with a logprob and 0 for the others, if the contract has a
+        mask.
+        """
+        if not self.contract.loss_mask:
+            return None
+        mask = np.array(sample.mask, dtype=np.int64)
+        if (
+            sample.request.want_logprobs
+            and self.contract.missing_logprobs is MissingLogprobs.MASKED
+        ):
+            # an engine may return none with an abort: those tokens cannot be trained on
+            missing = np.isnan(np.array(sample.logprobs[: len(mask)], dtype=np.float64))
+            mask[: len(missing)][missing] = 0
+        return mask
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         """Return the fields of the tag that the contract declares."""

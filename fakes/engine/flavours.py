@@ -83,6 +83,8 @@ class Flavour:
     """Declared conventions of an engine.
 
     source: the releases, and how the conventions were found.
+    enrolled: subjects that name no flavours run on it, if their contract fits. A new flavour is run
+        by those alone who name it, until every reference and the engine suite were run on it.
     rows, final_row, layer_axis: the layout of routes, as in ``Contract``.
     dtypes: pairs (largest number of experts, numpy name), ascending; the first that fits is used.
     writable: the caller may write into the returned routes.
@@ -91,6 +93,7 @@ class Flavour:
         any other reply. Without, it has no routes and no count of cached tokens, and
         ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21).
     abort_message: the message of an aborted call that was sampling.
+    abort_logprobs, abort_routes: a call that was aborted after a token has logprobs, and routes.
     empty_logprobs: a reply without tokens has an empty array of logprobs.
     queued_counts: an abort in the waiting queue says that 0 tokens were cached.
     routes_start: calls have the option to return routes from a row on.
@@ -102,6 +105,7 @@ class Flavour:
 
     name: str
     source: str
+    enrolled: bool = False
     rows: Rows = Rows.FORWARDED
     final_row: Filler | None = None
     layer_axis: LayerAxis = LayerAxis.ALL
@@ -112,6 +116,8 @@ class Flavour:
     native: Mapping[FinishReason, str]
     queued_message: str = ""
     abort_message: str = ""
+    abort_logprobs: bool = True
+    abort_routes: bool = True
     empty_logprobs: bool = False
     queued_abort_keeps_keys: bool = True
     queued_counts: bool = False
@@ -230,7 +236,12 @@ def engine_terms(
         penalised_logprobs=flavour.penalised_logprobs,
         repetition_over_prompt=flavour.repetition_over_prompt,
         keys_finished=complete,
-        keys_aborted=complete,
+        keys_aborted=tuple(
+            key
+            for key in complete
+            if (flavour.abort_logprobs or key is not ReplyKey.LOGPROBS)
+            and (flavour.abort_routes or key is not ReplyKey.ROUTES)
+        ),
         keys_early=(
             (*empty, *always, ReplyKey.CACHED)
             if flavour.queued_abort_keeps_keys
@@ -274,6 +285,7 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
     return Flavour(
         name=name,
         source=source,
+        enrolled=True,
         dtypes=((_ANY, "int32"),),
         # routes are decoded from base64 into a buffer that numpy does not own (np.frombuffer),
         # hence read-only; rows are stored by KV slot (SGLang #39633, #24001)
@@ -318,6 +330,7 @@ def _vllm(
     return Flavour(
         name=name,
         source=source,
+        enrolled=True,
         dtypes=_VLLM_DTYPES,
         version_tag=tag,
         native=_PLAIN,
@@ -373,6 +386,7 @@ FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
             ),
             Flavour(
                 name="trtllm",
+                enrolled=True,
                 source="TensorRT-LLM #18397, #12272: from source",
                 layer_axis=LayerAxis.MOE,
                 dtypes=((_ANY, "int32"),),
@@ -381,6 +395,7 @@ FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
             ),
             Flavour(
                 name="rows-T",
+                enrolled=True,
                 source=(
                     "the N-row engine of verl's CPU fixtures"
                     " (test_llm_server_routed_experts_on_cpu.py)"

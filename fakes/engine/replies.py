@@ -123,6 +123,10 @@ def _versions(keys: list[KeySpan], start: int = 0) -> list[VersionSpan]:
     return [(start + span.start, start + span.stop, span.key) for span in keys]
 
 
+def _is_aborted(call: InflightCall) -> bool:
+    return call.ended is not None and call.ended[0] is FinishReason.ABORT
+
+
 def _is_bare(call: InflightCall, flavour: Flavour) -> bool:
     """Whether the reply lacks even the keys for values that the call never got."""
     return not call.decoding and not flavour.queued_abort_keeps_keys
@@ -132,6 +136,8 @@ def _shown_logprobs(
     call: InflightCall, keys: list[KeySpan], policy: CodedPolicy, flavour: Flavour
 ) -> LogprobArray | None:
     if not call.want_logprobs or not (call.sampled or flavour.empty_logprobs):
+        return None
+    if _is_aborted(call) and call.sampled and not flavour.abort_logprobs:
         return None
     logprobs = policy.logprobs_spans(
         _versions(keys, call.prompt_len), call.ids, call.prompt_len, len(call.ids)
@@ -146,11 +152,9 @@ def _shown_routes(
     call: InflightCall, rows: list[KeySpan], policy: CodedPolicy, flavour: Flavour
 ) -> IntArray | None:
     """Return ``(rows, layers, top_k)`` in the flavour's layout; ``None`` if it shows none."""
-    aborted_early = (
-        call.ended is not None and call.ended[0] is FinishReason.ABORT and not call.sampled
-    )
+    bare_abort = _is_aborted(call) and not (call.sampled and flavour.abort_routes)
     stop = rows[-1].stop if rows else 0
-    if not call.want_routes or aborted_early or _is_bare(call, flavour):
+    if not call.want_routes or bare_abort or _is_bare(call, flavour):
         return None
     if stop < len(call.ids) - 1:  # the engine has too few rows to answer
         return None

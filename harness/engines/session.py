@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollproof.core.contract import Contract, KvPolicy, Provenance, ResumeBy
+from rollproof.core.contract import Contract, KvPolicy, MissingLogprobs, Provenance, ResumeBy
 from rollproof.core.engine_contract import EngineTerms, PauseMode, SamplingOption, StreamMode
 from rollproof.core.engine_protocol import Piece, Query, WeightUpdate
 from rollproof.core.events.rollout import (
@@ -434,7 +434,10 @@ class Session:
         engine = replace(self.contract, kv_policy=self.kv_policy)
         provenance = self.provenance or Provenance.AS_SAMPLED
         client = replace(
-            engine, resume=ResumeBy.CLIENT, provenance=provenance if engine.has_routes else None
+            engine,
+            resume=ResumeBy.CLIENT,
+            provenance=provenance if engine.has_routes else None,
+            missing_logprobs=MissingLogprobs.NAN,
         )
         return Header(
             subject=subject, contract=client, engine=engine, profile=self.name, about="engines"
@@ -496,13 +499,18 @@ class Session:
         tokens = tuple(token for output in outputs for token in output.token_ids)
         earlier = sum(len(output.token_ids) for output in call.before)
         prompt = call.query.prompt_ids[: len(call.query.prompt_ids) - earlier]
-        logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
+        # the missing logprobs of a segment are marked, so that the others keep their places
+        returned = any(output.logprobs is not None for output in outputs)
+        logprobs = [
+            np.full(len(output.token_ids), np.nan) if output.logprobs is None else output.logprobs
+            for output in outputs
+        ]
         return Rollout(
             request_id=request,
             prompt_ids=prompt,
             response_ids=tokens,
             finish_reason=outputs[-1].finish_reason,
-            logprobs=np.concatenate(logprobs) if logprobs else None,
+            logprobs=np.concatenate(logprobs) if returned else None,
             routes=self._routes(outputs),
             routes_start=outputs[0].routes_start,
             spans=_spans(outputs),

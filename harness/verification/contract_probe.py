@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollproof.core.case import Case, Model
-from rollproof.core.contract import Contract, Rows
+from rollproof.core.contract import Contract, Logprobs, MissingLogprobs, Rows
 from rollproof.core.records import Request
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import ContractError, SubjectError, UsageError
-from rollproof.fakes.engine.flavours import FLAVOURS
+from rollproof.fakes.engine.flavours import FLAVOURS, Flavour
 from rollproof.verification.runner import idle_contracts
 
 __all__ = ["declares", "probe"]
@@ -24,16 +24,17 @@ def probe(
     """Return the flavours that the subject runs on, each with its contract and its model.
 
     The model is ``None`` if the contract follows the fleet. Without ``flavours`` those of the
-    subject's attribute ``flavours`` are used, and without that all whose conventions fit the
-    contract. Raises ``UsageError`` for a name that does not exist, ``SubjectError`` for a subject
-    that does not start on a flavour that was named.
+    subject's attribute ``flavours`` are used, and without that the enrolled ones
+    (``Flavour.enrolled``) whose conventions fit the contract. Raises ``UsageError`` for a name that
+    does not exist, ``SubjectError`` for a subject that does not start on a flavour that was named.
     """
     named = tuple(flavours) if flavours is not None else tuple(getattr(factory, "flavours", ()))
     unknown = sorted(set(named) - set(FLAVOURS))
     if unknown:
         raise UsageError(f"No engine flavour is named {unknown}; choose among {sorted(FLAVOURS)}.")
     fitting = []
-    for flavour in named or tuple(FLAVOURS):
+    enrolled = tuple(name for name, flavour in FLAVOURS.items() if flavour.enrolled)
+    for flavour in named or enrolled:
         try:
             # Started once on a model of an odd size: a contract of that size follows the fleet, any
             # other is the stack's own, and the fleet is made to fit it.
@@ -45,7 +46,7 @@ def probe(
             if named:
                 raise
             continue
-        if named or _fits(subject, engine):
+        if named or _fits(subject, engine, FLAVOURS[flavour]):
             fitting.append((flavour, subject, model))
     if not fitting and not named:
         # nothing fits: start it once more so that its own error is raised
@@ -84,8 +85,15 @@ def _model_of(contract: Contract) -> Model:
     )
 
 
-def _fits(subject: Contract, engine: Contract) -> bool:
+def _fits(subject: Contract, engine: Contract, flavour: Flavour) -> bool:
     """Whether engines of this flavour can return what the subject declares."""
+    if subject.logprobs is not Logprobs.NONE:
+        always = subject.missing_logprobs is MissingLogprobs.NEVER
+        if engine.logprobs is Logprobs.NONE or (always and not flavour.abort_logprobs):
+            return False
+    # a call that is aborted on its last token is never resumed: its rows come from nowhere else
+    if subject.has_routes and not flavour.abort_routes:
+        return False
     if not subject.has_routes or not engine.has_routes:
         return not subject.has_routes
     if subject.rows is Rows.FORWARDED and engine.rows is Rows.ALL:

@@ -93,7 +93,7 @@ SHARED: Mapping[str, Applies] = {
     "lifecycle.no-hang": _always,
     "lifecycle.abort-hits-target": _aborts,
     "lifecycle.abort-keeps-tokens": lambda contract: (
-        _aborts(contract) or _progress_visible(contract) or _sampler_known(contract)
+        _aborts(contract) or _progress_visible(contract)
     ),
 }
 """The checks that judge what an engine does, whatever client calls it, with what the engine's terms

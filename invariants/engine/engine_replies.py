@@ -203,6 +203,9 @@ class EngineOptIn(Served):
     def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         if not reply.output.token_ids:
             return
+        aborted = reply.output.finish_reason is FinishReason.ABORT
+        if aborted and ReplyKey.ROUTES not in self.terms.keys_aborted:
+            return  # engine.parts judges them
         out.exercised(
             "calls that request routes" if call.want_routes else "calls that do not request routes"
         )

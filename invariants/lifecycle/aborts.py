@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, PartialOff, ResumeBy
-from rollproof.core.engine_contract import PauseMode
+from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.core.events.rollout import (
     Abort,
     Call,
+    Chunk,
     Fault,
     Pause,
     Reply,
@@ -242,10 +243,24 @@ class LifecycleAbortKeepsTokens(EventCheck):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._progress: dict[int, int] = {}
+        self._streams: dict[int, StreamMode] = {}
 
     def _note(self, progress: Mapping[int, int] | None) -> None:
         for call, count in (progress or {}).items():
             remember(self._progress, call, count)
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        if event.stream is not None:
+            self._streams[event.call_id] = event.stream
+
+    def on_chunk(self, event: Chunk, out: Collector) -> None:
+        # The chunk that ends a stream may repeat a token: engine.stream judges that.
+        if event.finished:
+            return
+        tokens = len(event.token_ids)
+        if self._streams.get(event.call_id) is StreamMode.DELTA:
+            tokens += self._progress.get(event.call_id, 0)
+        remember(self._progress, event.call_id, max(tokens, self._progress.get(event.call_id, 0)))
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._note(event.progress)
@@ -257,6 +272,7 @@ class LifecycleAbortKeepsTokens(EventCheck):
         self._note(event.progress)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
+        self._streams.pop(event.call_id, None)
         progress = self._progress.pop(event.call_id, None)
         if event.duplicate or event.output.finish_reason is not FinishReason.ABORT:
             return
@@ -288,7 +304,9 @@ class LifecycleAbortKeepsTokens(EventCheck):
 lifecycle_abort_keeps_tokens: Check = trace_check(
     "lifecycle.abort-keeps-tokens",
     promise="An aborted call returns every token that it had sampled.",
-    needs="progress of the call at a Pause, Weights or Resume event, or its true_tokens",
+    needs=(
+        "progress of the call at a Pause, Weights or Resume event, its chunks, or its true_tokens"
+    ),
     exercised_by="aborted calls with known progress",
 )(LifecycleAbortKeepsTokens)
 

@@ -457,7 +457,7 @@ def test_a_merged_report_hides_no_kind() -> None:
             reason="",
             findings=findings,
             found=len(kinds),
-            flavours={kind: (flavour,) for kind in kinds},
+            flavours=dict.fromkeys(kinds, (flavour,)),
         )
         return Report(subject="one", profile="pr", seed=0, results=(result,))
 

@@ -137,6 +137,8 @@ def _device(requested: str | None) -> str:
         # more threads are no help to a tiny model, and on a busy machine they wait for each other:
         # 5 tokens a second instead of 100
         threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+        # compiling the penalties costs a minute on a CPU, and computes the same
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
         sglang_cpu.install()
