@@ -239,6 +239,34 @@ class _NoneKeepsOldLabel(FakeEngine):
             self._scheduler.show(self._old_label)
 
 
+class _LabelBeforeDrain(AsSampled):
+    """Publishes the label, and then lets the calls in flight end."""
+
+    async def update_weights(self, version: int | None) -> None:
+        servers = list(self.fleet.servers.values())
+        for server in servers:
+            server.relabel(version)
+        for server in servers:
+            await server.pause(PauseMode.WAIT)
+            await server.load(self.fleet.weights_of(version), version)
+            await server.resume()
+
+
+class _LabelAfterResume(AsSampled):
+    """Loads without a version, as vLLM does, and publishes it when all servers serve again."""
+
+    async def update_weights(self, version: int | None) -> None:
+        servers = list(self.fleet.servers.values())
+        for server in servers:
+            await server.pause()
+            await server.load(self.fleet.weights_of(version), server.label)
+            await server.resume()
+        # the trainer counts its step, and then tells the servers
+        await asyncio.sleep(2 * self.chosen.back_off)
+        for server in servers:
+            server.relabel(version)
+
+
 _SYNC_AT_START = case(act(ActionKind.SYNC, 0))
 _BEGUN_BEFORE_THE_PAUSE = case(
     act(ActionKind.SYNC, 2), requests=(request(), request("r1", (21, 22))), arrivals=(0.0, 2.5)
@@ -415,5 +443,27 @@ BUGS: tuple[KnownBug, ...] = (
         make=_NewestForUnknown,
         cases=(_UNLABELLED,),
         detected_by=("versions.unknown-stays-unknown",),
+    ),
+    KnownBug(
+        id="label-before-drain",
+        summary=(
+            "The new version is published before the calls in flight have drained: old weights"
+            " sample under it."
+        ),
+        refs=("cf. prime-rl#1764",),
+        make=_LabelBeforeDrain,
+        cases=(SYNCED,),
+        detected_by=("versions.label-with-weights", "versions.engine-tags"),
+    ),
+    KnownBug(
+        id="label-after-resume",
+        summary=(
+            "The new version is published only after the servers were resumed: new weights sample"
+            " under the old one."
+        ),
+        refs=("cf. prime-rl#1764",),
+        make=_LabelAfterResume,
+        cases=(SYNCED,),
+        detected_by=("versions.label-with-weights",),
     ),
 )

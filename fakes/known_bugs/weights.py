@@ -374,6 +374,7 @@ BUGS: tuple[KnownBug, ...] = (
         make=_LabelWithoutWeights,
         cases=(SYNCED,),
         detected_by=("weights.update-loads",),
+        may_fail=("versions.engine-tags", "versions.label-with-weights"),
     ),
     KnownBug(
         id="update-not-awaited",
@@ -390,6 +391,7 @@ BUGS: tuple[KnownBug, ...] = (
         make=_PreviousCheckpointLoaded,
         cases=(SYNCED,),
         detected_by=("weights.update-loads",),
+        may_fail=("versions.engine-tags", "versions.label-with-weights"),
     ),
     KnownBug(
         id="update-in-progress-returns",

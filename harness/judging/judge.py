@@ -320,7 +320,11 @@ class Judge:
 
     def _weights(self, event: Weights) -> None:
         self._preceding.add(event)
-        self.context.history.updates.append(event)
+        self.context.history.published(event)
+
+    def _update(self, event: Update) -> None:
+        self._precede(event)
+        self.context.history.asked(event)
 
     def _observation(self, event: Observation) -> None:
         self._preceding.add(event)
@@ -395,5 +399,6 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Observation: Judge._observation,
     Fault: Judge._fault,
     Result: Judge._result,
-    **dict.fromkeys((Abort, Pause, Resume, Update), Judge._precede),
+    Update: Judge._update,
+    **dict.fromkeys((Abort, Pause, Resume), Judge._precede),
 }

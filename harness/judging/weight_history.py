@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from rollproof.core.events.rollout import Weights
+from rollproof.core.events.rollout import Update, UpdatePhase, Weights
 from rollproof.core.records import Version
 
-__all__ = ["WeightHistory"]
+__all__ = ["Key", "WeightHistory", "key"]
+
+Key: TypeAlias = "int | str | None"
+"""A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are
+strings).
+"""
+
+
+def key(label: Version) -> Key:
+    """Return the label for comparison: integers as ints, also if an engine spells them as
+    strings.
+    """
+    if isinstance(label, str):
+        # SGLang's weight_version is a string, verl's global_steps an int: "7" and 7 are the same
+        # weights.
+        text = label.strip()
+        return int(text) if text.isascii() and text.removeprefix("-").isdigit() else text
+    return label
 
 
 @dataclass(slots=True)
@@ -16,6 +34,10 @@ class WeightHistory:
     """Weight updates so far, per server and in order, and the labels that were published."""
 
     updates: list[Weights] = field(default_factory=list)
+    _open: dict[Key, Version] = field(default_factory=dict)
+    _last: tuple[Key, Version] | None = None
+    _misplaced: set[int] = field(default_factory=set)
+    _misplaced_at: set[tuple[str, Key]] = field(default_factory=set)
     _read: int = 0
     _labels: dict[Version, list[Version]] = field(default_factory=dict)
     _carried: dict[Version, dict[Version, None]] = field(default_factory=dict)
@@ -50,6 +72,42 @@ class WeightHistory:
         # publishes their label.
         return frozenset(history._carried.get(version, ())).difference(self.labels_of(version))
 
+    def asked(self, update: Update) -> None:
+        """Take in that an update was asked for, or has ended: its label is that of its weights."""
+        if update.label is None:
+            return
+        label = key(update.label)
+        if update.phase is UpdatePhase.ASKED:
+            self._open[label] = update.version
+            self._last = (label, update.version)
+        else:
+            self._open.pop(label, None)
+
+    def published(self, event: Weights) -> None:
+        """Take in that a server has other weights, or shows another label."""
+        if self.is_misplaced(event):
+            self._misplaced.add(len(self.updates))
+            self._misplaced_at.add((event.server_id, key(event.label)))
+        self.updates.append(event)
+
+    def is_misplaced(self, event: Weights) -> bool:
+        """Return whether the label is that of an update which asked for other weights.
+
+        Only updates that run, and the latest one, are looked at: a stack that counts by itself may
+        come to a number that an earlier update had, or another one that runs.
+        """
+        if event.label is None or event.by_harness:
+            return False
+        running = dict((*self._open.items(), *([self._last] if self._last else ())))
+        asked = running.get(key(event.label))
+        return asked is not None and event.version not in running.values()
+
+    def was_misplaced(self, server_id: str, label: Version) -> bool:
+        """Return whether ``server_id`` ever showed ``label`` for other weights than it was asked
+        for.
+        """
+        return (server_id, key(label)) in self._misplaced_at
+
     def named_at(self, server_id: str, version: Version) -> int | None:
         """Return the index of the event from which a server showed a label of their own for weights
         ``version``, or ``None``.
@@ -66,7 +124,10 @@ class WeightHistory:
 
     def _updated(self) -> WeightHistory:
         """Take in the updates since the last call."""
-        for update in self.updates[self._read :] if self._read < len(self.updates) else ():
+        # a property looks here many times for each update
+        if self._read == len(self.updates):
+            return self
+        for number, update in enumerate(self.updates[self._read :], self._read):
             before = self._serving.get(update.server_id)
             self._serving[update.server_id] = (update.version, update.label)
             # SGLang and vLLM accept an update without a version; the old label then stays visible.
@@ -75,15 +136,13 @@ class WeightHistory:
                     self._unlabelled.add(update.version)
                 continue
             self._first_published.setdefault(update.label, len(self._first_published))
-            if (
-                update.loaded
-                and before is not None
-                and before[0] != update.version
-                # The server still showed its old label for new weights: the label belongs to the
-                # old ones.
-                and before[1] == update.label
-            ):
+            if self._is_carried(update, before):
                 self._carried.setdefault(update.version, {})[update.label] = None
+                continue
+            # A stack may show the label of an update while the server has other weights.
+            if number in self._misplaced:
+                # with its weights it becomes their own, not one that they carry over
+                self._serving[update.server_id] = (update.version, None)
                 continue
             self._named_at.setdefault((update.server_id, update.version), update.index)
             labels = self._labels.setdefault(update.version, [])
@@ -93,3 +152,15 @@ class WeightHistory:
             labels.append(update.label)
         self._read = len(self.updates)
         return self
+
+    @staticmethod
+    def _is_carried(update: Weights, before: tuple[Version, Version] | None) -> bool:
+        """Return whether the server still showed its old label for new weights: it belongs to the
+        old ones.
+        """
+        return (
+            update.loaded
+            and before is not None
+            and before[0] != update.version
+            and before[1] == update.label
+        )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from rollproof.invariants.versions import engine_labels, sample_tags, token_tags
+from rollproof.invariants.versions import (
+    engine_labels,
+    published_labels,
+    sample_tags,
+    token_tags,
+)
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -21,5 +26,6 @@ CHECKS: tuple[Check, ...] = (
     engine_labels.versions_engine_tags,
     engine_labels.versions_unlabelled_update,
     engine_labels.versions_unknown_stays_unknown,
+    published_labels.versions_label_with_weights,
 )
 """The checks of the family, in the order of a report."""

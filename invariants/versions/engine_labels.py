@@ -92,10 +92,17 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
         ):
             continue
         tokens = sum(part.end - part.start for part in wrong)
+        misplaced = all(
+            view.history.was_misplaced(attempt.call.server_id, part.shown) for part in wrong
+        )
         out.finding(
             f"The engine shows {version_name(wrong[0].shown)} for {count(tokens, 'token')} that it"
             " did not sample",
-            kind="the engine shows a version for tokens that it did not sample",
+            kind=(
+                "the engine shows a version that was published for other weights"
+                if misplaced
+                else "the engine shows a version for tokens that it did not sample"
+            ),
             expected=sampled_by(parts_of_call),
             observed=f"{sampled_by(wrong, shown=True)}, in the reply to call {number}",
             where=view.place(
@@ -105,7 +112,11 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
                 version=wrong[0].shown,
             ),
             hint=(
-                "The label was read when the reply was made or when the call was admitted,"
+                "The update published its label while the server had other weights than it asked"
+                " for: publish it with the load, when the calls in flight have drained or were"
+                " aborted."
+                if misplaced
+                else "The label was read when the reply was made or when the call was admitted,"
                 " and an update came in between: store the label with each token as it is"
                 " sampled."
             ),
@@ -159,6 +170,12 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     out.exercised(
         "tokens of unlabelled weights", sum(part.end - part.start for part in unlabelled_parts)
     )
+    # versions.label-with-weights judges the label of an update that is shown for other weights.
+    unlabelled_parts = [
+        part
+        for part in unlabelled_parts
+        if not view.history.was_misplaced(view.attempts[part.attempt].call.server_id, part.shown)
+    ]
     if not unlabelled_parts:
         return
     shown = [part for part in unlabelled_parts if part.shown is not None]

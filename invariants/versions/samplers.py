@@ -11,11 +11,12 @@ the truth, either reading is accepted.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Versions
 from rollproof.core.records import Version
 from rollproof.invariants._shared.delivery import delivery
+from rollproof.judging.weight_history import Key, key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,23 +35,6 @@ __all__ = [
     "reply_samplers",
     "samplers",
 ]
-
-Key: TypeAlias = "int | str | None"
-"""A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are
-strings).
-"""
-
-
-def key(label: Version) -> Key:
-    """Return the label for comparison: integers as ints, also if an engine spells them as
-    strings.
-    """
-    if isinstance(label, str):
-        # SGLang's weight_version is a string, verl's global_steps an int: "7" and 7 are the same
-        # weights.
-        text = label.strip()
-        return int(text) if text.isascii() and text.removeprefix("-").isdigit() else text
-    return label
 
 
 @dataclass(frozen=True, slots=True)

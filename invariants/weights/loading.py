@@ -90,14 +90,15 @@ class WeightsUpdateLoads(EndAwareCheck):
     def on_update(self, event: Update, out: Collector) -> None:
         """Note the begin and the end of an update."""
         if event.phase is UpdatePhase.ASKED:
-            for update in self._open:
-                update.overlapped = True
+            for other in self._open:
+                other.overlapped = True
             self._open.append(_Asked(event, set(self._out), bool(self._open)))
             return
         # Without a label an update cannot be told from another one: the oldest asked for least.
-        update = next((one for one in self._open if one.event.label == event.label), None)
-        if update is None:
+        fitting = [one for one in self._open if one.event.label == event.label]
+        if not fitting:
             return
+        update = fitting[0]
         self._open.remove(update)
         if event.phase is UpdatePhase.FAILED:
             return

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollproof.core.events.rollout import Weights
+from rollproof.core.events.rollout import Update, UpdatePhase, Weights
 from rollproof.core.records import FinishReason
 from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.judge import Tally
@@ -64,6 +64,35 @@ class TestHistory:
         assert {
             version for version, label, loaded in updates if label is None and loaded
         } == history.unlabelled()
+
+    def test_the_label_of_an_update_is_none_of_other_weights(self) -> None:
+        """While the update runs, and as long as it is the latest; then the label becomes that of its
+        own weights, as they are loaded.
+        """
+        history = WeightHistory()
+        history.published(Weights(server_id="s", version=0, label=0))
+        history.asked(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        history.published(Weights(server_id="s", version=0, label="1", loaded=False))
+        assert ([0], []) == (list(history.labels_of(0)), list(history.labels_of(1)))
+        assert history.was_misplaced("s", 1)
+        assert not history.was_misplaced("s", 0)
+        history.published(Weights(server_id="s", version=1, label="1"))
+        assert (["1"], frozenset()) == (list(history.labels_of(1)), history.carried_of(1))
+
+    def test_a_label_that_the_harness_publishes_is_never_misplaced(self) -> None:
+        """It comes from whatever the harness found."""
+        history = WeightHistory()
+        history.asked(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        history.published(Weights(server_id="s", version=0, label=1, by_harness=True))
+        assert [1] == list(history.labels_of(0))
+
+    def test_a_label_is_not_misplaced_for_weights_that_another_update_asked_for(self) -> None:
+        """Two updates run, and a stack counts by itself."""
+        history = WeightHistory()
+        for version in (1, 2):
+            history.asked(Update(version=version, label=version, phase=UpdatePhase.ASKED))
+        history.published(Weights(server_id="s", version=2, label=1))
+        assert [1] == list(history.labels_of(2))
 
 
 def _story() -> TraceBuilder:
