@@ -83,7 +83,8 @@ def pin(*cores: int) -> None:
 def run_fake(pipe: Connection, server: str, trace: str | None, layers: int) -> None:
     """Serve a fake server on a free port."""
     from rollproof.core.case import EngineOptions, Model
-    from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+    from rollproof.fakes.http.engine_backend import EngineBackend
+    from rollproof.fakes.http.serve_options import ServeOptions
     from rollproof.fakes.http.serving import bound_socket, serve_forever
     from rollproof.store import TraceWriter
 

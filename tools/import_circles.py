@@ -1,6 +1,6 @@
 """Look for circles of imports: `python -m tools.import_circles` prints them and exits with 1.
 
-Imports inside functions count, those for type checkers alone do not. import-linter compares
+Imports inside functions and those for type checkers alone count, too. import-linter compares
 siblings only, so that a circle between two modules of one package would pass it.
 """
 
@@ -47,7 +47,7 @@ def main() -> int:
     """Print the circles of the installed package, one a line, and return the exit code."""
     import grimp
 
-    graph = grimp.build_graph("rollproof", exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph("rollproof", cache_dir=None)
     found = circles(
         {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     )

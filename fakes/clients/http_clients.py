@@ -16,9 +16,10 @@ from rollproof.core.records import EngineOutput, FinishReason, IntArray, Logprob
 from rollproof.fakes.clients.resuming import AsSampled, PartialSample
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.http.client import BrokenReply, HttpClient, HttpReply
-from rollproof.fakes.http.engine_backend import EngineBackend, RoutesForm, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.routes_encoding import from_flat, from_npy
+from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
 from rollproof.fakes.http.serving import SERVERS, serve_in_memory
 from rollproof.simulation.memory_network import Network
 from rollproof.simulation.virtual_loop import VirtualLoop

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rollproof.core.case import Action, ActionKind
+from rollproof.core.case import Action, ActionKind, EngineOptions
 from rollproof.core.events.rollout import Fault
+from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.scheduler import EngineHooks
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
-    from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["RETRY_STEPS", "FiredAction", "Schedule", "perform"]
+__all__ = ["RETRY_STEPS", "ActionFleet", "FiredAction", "Schedule", "perform"]
 
 RETRY_STEPS = 20
 """Steps between a failed weight update and the one that succeeds."""
@@ -107,11 +108,35 @@ class Schedule(EngineHooks):
         return False
 
 
+class ActionFleet(Protocol):
+    """A fleet of engines, as far as actions use it."""
+
+    @property
+    def case(self) -> _HasEngineOptions: ...
+    @property
+    def recorder(self) -> Recorder: ...
+    @property
+    def servers(self) -> Mapping[str, FakeEngine]: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    def train(self, *, identity: bool = False) -> int: ...
+    async def update(self, label: int | None, *, prepare: Callable[[], None] = ...) -> bool: ...
+    async def skew(self, label: int, server_id: str) -> bool: ...
+    def between_updates(self) -> AbstractAsyncContextManager[None]: ...
+    def relabel(self) -> None: ...
+    async def revive(self, server_id: str) -> None: ...
+
+
+class _HasEngineOptions(Protocol):
+    @property
+    def engine(self) -> EngineOptions: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FiredAction:
     """An action that fires, and the call at which it fires."""
 
-    fleet: Fleet
+    fleet: ActionFleet
     action: Action
     call: InflightCall
 

@@ -24,10 +24,10 @@ from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.inflight import InflightCall
+from rollproof.fakes.http.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
-    from rollproof.fakes.http.engine_backend import ServeOptions
 
 __all__ = ["CallAttribution", "Samples"]
 

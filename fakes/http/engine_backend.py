@@ -1,26 +1,24 @@
-"""The engine of a fake server: its options, its weights by name, and the trace of its calls."""
+"""The engine of a fake server: its weights by name, and the trace of its calls."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import partial
 from random import getrandbits
 from typing import Any
 
 from starlette.requests import Request
 
-from rollproof.core.case import EngineOptions, Model
-from rollproof.core.contract import Contract, KvPolicy
+from rollproof.core.contract import KvPolicy
 from rollproof.core.engine_contract import StreamMode
 from rollproof.core.events.rollout import Fault, Weights
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.trace import Header, Recorder, TraceSink
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import TransferFailed
-from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
+from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.inflight import InflightCall, Wire
@@ -28,61 +26,12 @@ from rollproof.fakes.http.call_samples import CallAttribution, Samples
 from rollproof.fakes.http.connections import delivery_of
 from rollproof.fakes.http.fault_plan import FaultPlan, PlanProgress, WireFault, WireFaultKind
 from rollproof.fakes.http.request_body import BadRequest, header_of
+from rollproof.fakes.http.serve_options import ServeOptions
 
-__all__ = ["OWNER_HEADER", "CallSpec", "EngineBackend", "RoutesForm", "ServeOptions"]
+__all__ = ["OWNER_HEADER", "CallSpec", "EngineBackend"]
 
 OWNER_HEADER = "x-rollproof-request"
 """The header by which a client may say which of its requests a call belongs to."""
-
-
-class RoutesForm(StrEnum):
-    """How routes are written into JSON."""
-
-    INT32 = "int32"
-    """Base64 of int32, without a shape: SGLang."""
-    COMPACT = "compact"
-    """Base64 of the smallest type, named in ``routed_experts_dtype``: SGLang with
-    SGLANG_ROUTED_EXPERTS_DTYPE.
-    """
-    NPY = "npy"
-    """Base64 of a ``.npy`` file: vLLM."""
-    DESCRIBED = "described"
-    """Base64 with shape, dtype and the position of the first row: prime-rl, instead of vLLM's."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
-    """Options of a fake server.
-
-    Attributes:
-        flavour: the release to emulate.
-        model: sizes of the model.
-        engine: options of the fake engine; times in real seconds.
-        label: the first weight label.
-        seed: seed of the coded policy.
-        max_length: most tokens of prompt and response together.
-        max_body: most bytes of a request's body.
-        incremental: SGLang sends only new tokens in each event of a stream.
-        tokenizer: replies have text; without it SGLang runs with skip_tokenizer_init.
-        routes: the form of routes, if not the server's own.
-        nested_routes: SkyRL's endpoint sends routes as nested lists, as its release 0.3 did.
-        contract: what the stack promises; needed for samples to be judged.
-    """
-
-    flavour: str
-    model: Model = field(default_factory=Model)
-    engine: EngineOptions = field(
-        default_factory=lambda: EngineOptions(max_batch=256, step=0.001, prefix_cache=True)
-    )
-    label: str = "default"
-    seed: int = 0
-    max_length: int = MAX_LENGTH
-    max_body: int = 64 << 20
-    incremental: bool = False
-    tokenizer: bool = True
-    routes: RoutesForm | None = None
-    nested_routes: bool = False
-    contract: Contract | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,11 @@ from rollproof.core.events.base import Event
 from rollproof.core.trace import TraceSink
 from rollproof.errors import RollproofError, UsageError
 from rollproof.fakes.http.connections import Connection
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fake_server import FakeServer
 from rollproof.fakes.http.fault_plan import FaultPlan, plan_summary
 from rollproof.fakes.http.gateway import RouterKind, make_router
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.sglang.server import sglang_app
 from rollproof.fakes.http.vllm.server import vllm_app
 from rollproof.simulation.memory_network import Network

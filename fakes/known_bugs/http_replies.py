@@ -31,9 +31,9 @@ from rollproof.fakes.clients.http_clients import (
 )
 from rollproof.fakes.clients.resuming import PartialSample
 from rollproof.fakes.http.client import BrokenReply, HttpReply
-from rollproof.fakes.http.engine_backend import RoutesForm
 from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
 from rollproof.fakes.http.request_body import words_of
+from rollproof.fakes.http.serve_options import RoutesForm
 from rollproof.fakes.known_bugs._planting import ENDING, act, case, request
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 

@@ -111,9 +111,10 @@ def serve(
     """
     # imported here: no other command needs uvicorn and starlette
     from rollproof.fakes.engine.flavours import FLAVOURS
-    from rollproof.fakes.http.engine_backend import EngineBackend, RoutesForm, ServeOptions
+    from rollproof.fakes.http.engine_backend import EngineBackend
     from rollproof.fakes.http.fault_plan import FaultPlan
     from rollproof.fakes.http.gateway import RouterKind
+    from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
     from rollproof.fakes.http.serving import SERVERS, bound_socket, serve_forever
     from rollproof.store import TraceWriter
 

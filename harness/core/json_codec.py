@@ -288,9 +288,10 @@ def _plan(cls: type[Any]) -> Mapping[str, _Field]:
 
 
 @cache
-def _defaults(cls: type[Any]) -> tuple[tuple[str, Any, type[Any] | None, _Field], ...]:
-    """Return name, default, type of the default and plan of each field. An array as a default has
-    no type here: it has no single truth value to compare by.
+def _defaults(cls: Any) -> tuple[tuple[str, Any, type[Any] | None, _Field], ...]:
+    """Return name, default, type of the default and plan of each field of a class.
+
+    An array as a default has no type here: it has no single truth value to compare by.
     """
     return tuple(
         (

@@ -24,7 +24,7 @@ from rollproof.errors import UsageError
 
 if TYPE_CHECKING:
     from rollproof.core.events.base import Event
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
     from rollproof.judging.preceding_events import PrecedingEvents
     from rollproof.judging.request_view import RequestView
 

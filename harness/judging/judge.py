@@ -30,6 +30,7 @@ from rollproof.core.events.rollout import (
 )
 from rollproof.core.oracle import Oracle
 from rollproof.core.trace import EVENT_KINDS, Header
+from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import (
     Check,
     CheckResult,
@@ -39,13 +40,13 @@ from rollproof.judging.checks import (
     TraceJudge,
     Verdict,
 )
+from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.preceding_events import PrecedingEvents
 from rollproof.judging.registry import Registry
-from rollproof.judging.request_view import Attempt, RequestView
-from rollproof.judging.weight_history import WeightHistory
+from rollproof.judging.request_view import RequestView
 
-__all__ = ["Judge", "JudgeContext", "Judgement", "Tally"]
+__all__ = ["Judge", "Judgement", "Tally"]
 
 # Enough to find the owner of misplaced values (results matched by order hit a neighbour), and few
 # enough to search all of them for every wrong row.
@@ -93,19 +94,6 @@ class _Plan:
                 for kind in self.readers if kinds_read is None else kinds_read:
                     self.readers[kind].append((direct.get(kind, _feed_event), number, collector))
         return self.readers
-
-
-@dataclass(slots=True)
-class JudgeContext:
-    """State that all checks of a trace share."""
-
-    header: Header
-    contract: Contract
-    oracle: Oracle | None
-    history: WeightHistory = field(default_factory=WeightHistory)
-    open: dict[str, RequestView] = field(default_factory=dict)
-    shared: dict[type, Any] = field(default_factory=dict)
-    """Data that the checks of one family compute together, by its class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

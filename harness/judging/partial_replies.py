@@ -17,7 +17,8 @@ from rollproof.core.records import FinishReason, Span
 
 if TYPE_CHECKING:
     from rollproof.core.events.rollout import Reply
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
 
 __all__ = ["assign_partial_replies", "streamed"]
 

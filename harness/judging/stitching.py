@@ -26,7 +26,7 @@ from rollproof.judging.route_slices import RowPiece, cut_pieces, join_pieces, ov
 
 if TYPE_CHECKING:
     from rollproof.core.events.rollout import Call, Observation, Reply
-    from rollproof.judging.request_view import Attempt
+    from rollproof.judging.attempt import Attempt
 
 __all__ = ["Run", "Step", "Stitched", "Stretch", "Token", "stitch"]
 

@@ -17,7 +17,7 @@ from rollproof.errors import UsageError
 
 if TYPE_CHECKING:
     from rollproof.judging.checks import Collector
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = ["EndAwareCheck", "EventCheck", "RecentItems", "case_actions", "case_option", "remember"]
 

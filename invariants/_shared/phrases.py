@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rollproof.core.records import Version
 
 if TYPE_CHECKING:
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
 
 __all__ = [
     "call_name",

@@ -13,7 +13,7 @@ from rollproof.invariants.engine.engine_replies import is_served, refusal_of
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "BROKEN_OFF",

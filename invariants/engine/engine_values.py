@@ -28,7 +28,7 @@ from rollproof.invariants.routes.route_phrases import has_routes
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "engine_logprob_mode",

@@ -22,7 +22,7 @@ from rollproof.invariants._shared.event_check import EventCheck
 
 if TYPE_CHECKING:
     from rollproof.judging.checks import Collector
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "NEAR_TIE",

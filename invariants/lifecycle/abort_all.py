@@ -16,7 +16,7 @@ from rollproof.invariants._shared.phrases import count
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "lifecycle_end_spares_others",

@@ -28,11 +28,12 @@ from rollproof.invariants._shared.event_check import (
     case_option,
     remember,
 )
+from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
-from rollproof.judging.request_view import Attempt, RequestView
+from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "lifecycle_abort_ends_call",

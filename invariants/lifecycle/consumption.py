@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollproof.core.events.rollout import Call, Reply
+from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Collector, request_check
-from rollproof.judging.request_view import Attempt, RequestView
+from rollproof.judging.request_view import RequestView
 
 __all__ = [
     "lifecycle_duplicate_consumed_once",

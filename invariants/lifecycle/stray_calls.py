@@ -12,7 +12,7 @@ from rollproof.judging.checks import Check, Collector, request_check, trace_chec
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "lifecycle_bounded_attempts",

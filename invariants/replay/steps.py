@@ -19,7 +19,7 @@ from rollproof.core.replay_contract import ReplayTerms
 from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.judging.checks import Applies, Check, Collector, trace_check
 from rollproof.judging.expected_rows import ExpectedRows
-from rollproof.judging.judge import JudgeContext
+from rollproof.judging.judge_context import JudgeContext
 
 __all__ = ["NEEDS", "Assembly", "StepView", "replay_check"]
 

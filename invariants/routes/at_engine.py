@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rollproof.core.events.rollout import Reply
     from rollproof.core.oracle import Oracle
     from rollproof.core.records import IntArray
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
 
 __all__ = [
     "routes_engine",

@@ -13,7 +13,8 @@ from rollproof.judging.partial_replies import streamed
 from rollproof.judging.stitching import Step, stitch
 
 if TYPE_CHECKING:
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
 
 __all__ = [
     "not_resumed",

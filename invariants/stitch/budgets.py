@@ -24,8 +24,9 @@ from rollproof.invariants.stitch.attempts import not_resumed
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.judge_context import JudgeContext
+    from rollproof.judging.request_view import RequestView
     from rollproof.judging.stitching import Step
 
 __all__ = [

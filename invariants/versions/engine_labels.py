@@ -27,7 +27,8 @@ from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.core.records import Rollout
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
 
 __all__ = [
     "versions_engine_tags",

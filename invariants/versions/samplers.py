@@ -21,7 +21,8 @@ from rollproof.judging.weight_history import Key, key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
     from rollproof.judging.stitching import Stretch
     from rollproof.judging.weight_history import WeightHistory
 

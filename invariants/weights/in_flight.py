@@ -29,8 +29,9 @@ from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
-    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.judge_context import JudgeContext
+    from rollproof.judging.request_view import RequestView
     from rollproof.judging.stitching import Stretch
 
 __all__ = [

@@ -10,7 +10,7 @@ from rollproof.invariants._shared.event_check import EventCheck, case_actions
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "SKEWED",

@@ -11,7 +11,7 @@ from rollproof.invariants.weights import update_races
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "weights_every_pause_resumes",

@@ -11,7 +11,8 @@ import pytest
 from rollproof.core.events.base import Event
 from rollproof.errors import UsageError
 from rollproof.judging.checks import Check, Collector, Verdict, request_check, trace_check
-from rollproof.judging.judge import JudgeContext, Tally
+from rollproof.judging.judge import Tally
+from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import RequestView
 from rollproof.verification.traces import judge, judge_events

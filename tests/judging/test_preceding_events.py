@@ -7,7 +7,7 @@ from typing import Any
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Result, Update, UpdatePhase
 from rollproof.judging.checks import Check, Collector, Finding, request_check, trace_check
-from rollproof.judging.judge import JudgeContext
+from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import RequestView
 from rollproof.verification.traces import judge

@@ -23,7 +23,7 @@ from rollproof.core.contract import Provenance
 from rollproof.core.events.rollout import Call, Observation, Reply
 from rollproof.core.records import Span
 from rollproof.judging import stitching
-from rollproof.judging.request_view import Attempt
+from rollproof.judging.attempt import Attempt
 from rollproof.judging.route_slices import RowPiece, cut_pieces, overlay
 from tests.support.call_histories import PROMPT, History
 

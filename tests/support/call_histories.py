@@ -12,7 +12,7 @@ import numpy as np
 from rollproof.core.contract import Provenance
 from rollproof.core.events.rollout import Call, Observation, Reply
 from rollproof.core.records import EngineOutput, FinishReason, Span
-from rollproof.judging.request_view import Attempt
+from rollproof.judging.attempt import Attempt
 from rollproof.judging.stitching import Stitched, stitch
 
 __all__ = ["PROMPT", "History", "resumed_history", "rows_of"]

@@ -19,7 +19,8 @@ from rollproof.core.records import IntArray, Rollout
 from rollproof.core.replay_contract import Recompute
 from rollproof.layouts.mesh import Mesh
 from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
-from rollproof.replay.megatron.rank_worker import Answer, Job, Run, _Worker
+from rollproof.replay.megatron.rank_step import Answer, Job, Run
+from rollproof.replay.megatron.rank_worker import _Worker
 from rollproof.replay.megatron.replay_code import CoreReplay
 
 __all__ = ["Unchecked", "faulty"]

@@ -14,8 +14,9 @@ from typing import Any
 
 from rollproof.core.case import EngineOptions, Model
 from rollproof.fakes.http.client import HttpClient
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fake_server import FakeServer
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import SERVERS, serve_in_memory
 from rollproof.fakes.http.supported_fields import ANSWERED, IGNORED, REFUSED
 from rollproof.simulation import virtual_loop

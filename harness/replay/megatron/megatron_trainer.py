@@ -23,7 +23,8 @@ from rollproof.replay.megatron.megatron_setups import (
 from rollproof.replay.megatron.microbatches import lengths_of, samples_by_microbatch
 from rollproof.replay.megatron.model_weights import gate_name, undivided_gradients
 from rollproof.replay.megatron.plain_model import reference_losses
-from rollproof.replay.megatron.rank_worker import Answer, Job, worker
+from rollproof.replay.megatron.rank_step import Answer, Job
+from rollproof.replay.megatron.rank_worker import worker
 from rollproof.replay.plans import DENSE
 from rollproof.replay.process_group import RankError, Ranks
 

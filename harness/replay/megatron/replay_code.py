@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,31 +17,9 @@ from rollproof.core.records import IntArray
 from rollproof.core.replay_contract import Recompute
 from rollproof.errors import RouterError
 from rollproof.replay.megatron.megatron_setups import ReplayCodeName, Setup
+from rollproof.replay.megatron.rank_step import ReplayCode, Run
 
-if TYPE_CHECKING:
-    from rollproof.replay.megatron.rank_worker import Run
-
-__all__ = ["CoreReplay", "ReplayCode", "replay_code"]
-
-
-class ReplayCode(Protocol):
-    """Drives routing replay in one process.
-
-    ``settings`` switch it on in a ``TransformerConfig``. ``start`` is called before a config is
-    made with them, and ``check`` with the config before its model is built. In a step, ``before``
-    and ``after`` are called around the forward pass of each microbatch and chunk, and ``end`` when
-    the step is over, with ``done=False`` if it failed. ``left`` counts what is left of replay in
-    this process.
-    """
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-    def start(self) -> None: ...
-    def check(self, config: Any) -> None: ...
-    def before(self, run: Run, number: int, chunk: int) -> None: ...
-    def after(self, run: Run, number: int, chunk: int) -> None: ...
-    def end(self, run: Run, *, done: bool) -> None: ...
-    def left(self) -> dict[str, int]: ...
+__all__ = ["CoreReplay", "replay_code"]
 
 
 def replay_code(setup: Setup) -> ReplayCode:

@@ -20,8 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from rollproof.core.records import Version
 from rollproof.errors import UsageError
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.gateway import SessionRouter, Worker
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import SERVERS, serve_in_memory
 from rollproof.simulation.memory_network import Network
 from rollproof.simulation.virtual_loop import VirtualLoop

@@ -18,7 +18,7 @@ import numpy as np
 from rollproof.core.contract import Contract, PartialOff, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.fakes.http.engine_backend import RoutesForm
+from rollproof.fakes.http.serve_options import RoutesForm
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates
 from rollproof.stacks._support.subjects import StackOutput, StackSubject

@@ -17,7 +17,7 @@ from rollproof.replay.megatron.replay_code import count_left
 from rollproof.stacks.skyrl.upstream import replay_utils
 
 if TYPE_CHECKING:
-    from rollproof.replay.megatron.rank_worker import Run
+    from rollproof.replay.megatron.rank_step import Run
 
 __all__ = ["SkyRLReplay"]
 

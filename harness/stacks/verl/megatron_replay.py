@@ -20,7 +20,7 @@ from rollproof.core.replay_contract import ReplayMode
 from rollproof.replay.megatron.replay_code import count_left
 
 if TYPE_CHECKING:
-    from rollproof.replay.megatron.rank_worker import Run
+    from rollproof.replay.megatron.rank_step import Run
 
 __all__ = ["VerlReplay"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from rollproof.fakes.http.engine_backend import ServeOptions
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import routing
 from tests.fakes.http.recording import FOLDER, Exchange, Server, _free_port
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import serving
 
 __all__ = ["Served", "served"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.fakes.http.engine_backend import ServeOptions
+from rollproof.fakes.http.serve_options import ServeOptions
 from tests.fakes.http.served import Served, served
 
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)

@@ -17,8 +17,9 @@ from rollproof.core.case import EngineOptions
 from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Fault, Reply
 from rollproof.core.records import FinishReason, Request, Rollout
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.trace_client import Teller
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge

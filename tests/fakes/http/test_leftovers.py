@@ -18,7 +18,7 @@ from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.http.call_samples import Samples
 from rollproof.fakes.http.connections import Delivery
-from rollproof.fakes.http.engine_backend import ServeOptions
+from rollproof.fakes.http.serve_options import ServeOptions
 from tests.fakes.http.served import Served, served
 
 SLOW = EngineOptions(max_batch=8, step=0.02)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.fakes.http.engine_backend import ServeOptions
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import routing
 from tests.fakes.http.known_differences import (
     CHANCE,

@@ -13,7 +13,8 @@ import pytest
 
 from rollproof.core.contract import Contract
 from rollproof.core.records import FinishReason, Request, Rollout
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.trace_client import Teller
 from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served

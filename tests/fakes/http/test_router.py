@@ -12,8 +12,8 @@ import pytest
 from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Call, Weights
 from rollproof.core.records import Request
-from rollproof.fakes.http.engine_backend import ServeOptions
 from rollproof.fakes.http.gateway import RouterKind
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import routing
 from rollproof.fakes.http.trace_client import Teller
 from tests.fakes.http.served import Served, running

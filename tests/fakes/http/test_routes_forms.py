@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.fakes.http.engine_backend import RoutesForm, ServeOptions
 from rollproof.fakes.http.routes_encoding import from_described, from_flat, from_npy
+from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
 from tests.fakes.http.served import Served, served
 
 PROMPT = [5, 6, 7, 8]

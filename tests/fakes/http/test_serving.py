@@ -17,8 +17,9 @@ from rollproof.core.events.rollout import Admit, Call, Reply
 from rollproof.core.trace import TraceSink
 from rollproof.errors import TraceError
 from rollproof.fakes.http.client import HttpClient
-from rollproof.fakes.http.engine_backend import EngineBackend, RoutesForm, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.routes_encoding import from_flat
+from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
 from rollproof.fakes.http.serving import FlushingSink, bound_socket, serving
 from rollproof.store import TraceReader, TraceWriter
 from tests.fakes.http.served import served

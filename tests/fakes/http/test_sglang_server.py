@@ -21,7 +21,8 @@ from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.http.client import HttpClient
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import bound_socket, serve_in_memory, serving
 from rollproof.fakes.http.sglang.server import sglang_app
 from rollproof.simulation import virtual_loop

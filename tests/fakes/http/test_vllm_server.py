@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend
+from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import serving
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=300, top_k=3, vocab=1000)

@@ -1,0 +1,46 @@
+"""One engine call of a request, with its replies and faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollproof.core.events.rollout import Admit, Call, Fault, Reply
+
+__all__ = ["Attempt"]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One engine call of a request.
+
+    number: The index of the call among those of the request, from 0.
+    call: The call.
+    admit: Its first admission.
+    replies: Its replies.
+    faults: The faults that happened to it.
+    partial: What the stack kept of a stream that broke (``rollproof.judging.partial_replies``).
+    """
+
+    number: int
+    call: Call
+    admit: Admit | None = None
+    replies: list[Reply] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    partial: Reply | None = None
+
+    @property
+    def consumed(self) -> Reply | None:
+        """The reply that the stack received first, or ``None`` if none was delivered."""
+        if self.partial is not None:
+            return self.partial
+        for reply in self.replies:
+            # A late or duplicated reply is in `replies` too; only the first delivered one can be
+            # what the stack went on with.
+            if reply.delivered and not self.broke:
+                return reply
+        return None
+
+    @property
+    def broke(self) -> bool:
+        """Whether the stack may have received a reply in part or not at all."""
+        return any(fault.what == "broken-stream" for fault in self.faults)
