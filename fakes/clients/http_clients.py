@@ -25,21 +25,21 @@ from rollproof.simulation.memory_network import Network
 from rollproof.simulation.virtual_loop import VirtualLoop
 
 __all__ = [
-    "HttpResumeClient",
-    "ResumesBrokenStreams",
-    "SglangClient",
-    "SglangPartialStreamClient",
-    "SglangStreamClient",
-    "VllmClient",
-    "VllmPartialStreamClient",
-    "VllmStreamClient",
+    "HttpManager",
+    "Keeping",
+    "SglangKeeper",
+    "SglangManager",
+    "SglangStreamer",
+    "VllmKeeper",
+    "VllmManager",
+    "VllmStreamer",
     "parse_version",
 ]
 
 _FIRST_PORT = 30_000
 
 
-class HttpResumeClient(AsSampled):
+class HttpManager(AsSampled):
     """Calls its engines over HTTP.
 
     Attributes:
@@ -128,7 +128,7 @@ class HttpResumeClient(AsSampled):
         raise NotImplementedError(f"{type(self).__name__} must implement output")
 
 
-class SglangClient(HttpResumeClient):
+class SglangManager(HttpManager):
     """Speaks to SGLang's ``/generate``."""
 
     flavours: ClassVar[tuple[str, ...]] = ("sglang", "sglang-0.5.17")
@@ -192,7 +192,7 @@ class SglangClient(HttpResumeClient):
         return _spans(meta.get("weight_versions", ()))
 
 
-class SglangStreamClient(SglangClient):
+class SglangStreamer(SglangManager):
     """Reads a stream of events that each have all tokens so far."""
 
     def request_body(
@@ -208,7 +208,7 @@ class SglangStreamClient(SglangClient):
         return events[-1]
 
 
-class VllmClient(HttpResumeClient):
+class VllmManager(HttpManager):
     """Speaks to vLLM's ``/inference/v1/generate``."""
 
     flavours: ClassVar[tuple[str, ...]] = ("vllm", "vllm-0.26")
@@ -257,7 +257,7 @@ class VllmClient(HttpResumeClient):
         return from_npy(text)
 
 
-class VllmStreamClient(VllmClient):
+class VllmStreamer(VllmManager):
     """Reads a stream of events that each have what is new."""
 
     def request_body(
@@ -282,7 +282,7 @@ class VllmStreamClient(VllmClient):
         return {"choices": [joined]}
 
 
-class ResumesBrokenStreams(HttpResumeClient):
+class Keeping(HttpManager):
     """Resumes a stream that breaks off from what it has brought, as after an abort, if partial
     rollout is on.
     """
@@ -300,11 +300,11 @@ class ResumesBrokenStreams(HttpResumeClient):
             return self.read(sample, error.partial, len(sent))
 
 
-class SglangPartialStreamClient(ResumesBrokenStreams, SglangStreamClient):
+class SglangKeeper(Keeping, SglangStreamer):
     """Speaks to SGLang's ``/generate``."""
 
 
-class VllmPartialStreamClient(ResumesBrokenStreams, VllmStreamClient):
+class VllmKeeper(Keeping, VllmStreamer):
     """Speaks to vLLM's ``/inference/v1/generate``."""
 
 

@@ -196,10 +196,10 @@ class FakeEngine:
         return await self._abort(wanted, hit)
 
     async def abort_call(self, call_id: int) -> tuple[int, ...]:
-        """End one call, by its id in the trace, if it is in flight."""
+        """End one call, by its id in the trace, if it is in flight; what a case's abort does."""
         self._refuse_dead()
         hit = [call for call in self.in_flight if call.call_id == call_id]
-        return await self._abort(hit[0].rid if hit else f"call-{call_id}", hit)
+        return await self._abort(hit[0].rid if hit else f"call-{call_id}", hit, injected=True)
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
         """Stop admitting, treat the calls in flight as ``mode`` says, and return when that is done.
@@ -452,11 +452,15 @@ class FakeEngine:
             reply if fresh else replace(reply, index=-1, delivered=delivered, duplicate=duplicate)
         )
 
-    async def _abort(self, wanted: str, calls: Sequence[InflightCall]) -> tuple[int, ...]:
+    async def _abort(
+        self, wanted: str, calls: Sequence[InflightCall], *, injected: bool = False
+    ) -> tuple[int, ...]:
         # a call with a cancelled caller is about to be dropped
         awaited = [call for call in calls if not call.future.cancelled()]
         hit = tuple(sorted(call.call_id for call in awaited))
-        self._recorder.record(Abort(server_id=self.server_id, wanted=wanted, call_ids=hit))
+        self._recorder.record(
+            Abort(server_id=self.server_id, wanted=wanted, call_ids=hit, injected=injected)
+        )
         await self._end_all(awaited)
         return hit
 

@@ -24,6 +24,7 @@ from rollproof.fakes.known_bugs._planting import (
     CLEAN,
     LAST,
     SYNCED,
+    TURNS,
     act,
     case,
     on_engine,
@@ -32,6 +33,20 @@ from rollproof.fakes.known_bugs._planting import (
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["BUGS"]
+
+
+class _CutTurnAnswered(AsSampled):
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
+        reason = super().finish_reason(sample, output)
+        more = sample.turn < len(sample.request.turns)
+        # the text is parsed for a tool call before the finish reason is read
+        return FinishReason.STOP if reason is FinishReason.ABORT and more else reason
+
+
+class _ToolCallLost(AsSampled):
+    def next_turn(self, sample: PartialSample) -> bool:
+        # the parser sees the last call's text only, and the tool call began before an abort
+        return sample.attempts == 1 + sample.turn and super().next_turn(sample)
 
 
 class _SlotLeaksOnAbort(AsSampled):
@@ -287,6 +302,8 @@ _LONG = (request(), request("r1", (31, 32, 33), max_tokens=16))
 _ALIKE = (request("r1", (31, 32, 33)), request("r10", (41, 42, 43)))
 _ABORT, _KILL = act(ActionKind.ABORT, 2), act(ActionKind.KILL, 4)
 
+_CUT_TURN = replace(TURNS, actions=(act(ActionKind.ABORT, 1),))
+
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="slot-leaks-on-abort",
@@ -460,5 +477,23 @@ BUGS: tuple[KnownBug, ...] = (
         cases=(CLEAN,),
         edit=_handed_over_twice,
         detected_by=("lifecycle.ends-once",),
+    ),
+    KnownBug(
+        id="cut-turn-answered",
+        summary=(
+            "The environment answers a turn that an abort cut off, and the fragment is trained on."
+        ),
+        refs=("cf. verl#5936",),
+        make=_CutTurnAnswered,
+        cases=(_CUT_TURN,),
+        detected_by=("lifecycle.cut-turns-not-answered",),
+    ),
+    KnownBug(
+        id="tool-call-lost",
+        summary="A tool call is lost when its turn is resumed, and the rollout ends early.",
+        refs=("vllm#46079",),
+        make=_ToolCallLost,
+        cases=(_CUT_TURN,),
+        detected_by=("lifecycle.ended-turns-answered",),
     ),
 )

@@ -154,6 +154,18 @@ class _MaskOfFirstSegment(AsSampled):
         return mask if mask is None else mask[: self._cut]
 
 
+class _ResumedTokensMasked(AsSampled):
+    def declared(self, fleet: Fleet) -> Contract:
+        return replace(super().declared(fleet), loss_mask=True)
+
+    def merge_tokens(self, sample: PartialSample, output: EngineOutput) -> None:
+        before = len(sample.response)
+        super().merge_tokens(sample, output)
+        # the mask of what the call sent covers what it returned
+        if before:
+            sample.mask[before:] = [0] * len(output.token_ids)
+
+
 class _AttentionMaskAsLossMask(AsSampled):
     def loss_mask(self, sample: PartialSample) -> IntArray | None:
         mask = super().loss_mask(sample)
@@ -266,6 +278,14 @@ BUGS: tuple[KnownBug, ...] = (
         make=_MaskOfFirstSegment,
         cases=(ABORTED,),
         detected_by=("stitch.mask-shape",),
+    ),
+    KnownBug(
+        id="resumed-tokens-masked",
+        summary="What a resumed call returns is masked out, as what the call sent.",
+        refs=("cf. slime sglang_rollout.py (mask_offpolicy_in_partial_rollout)",),
+        make=_ResumedTokensMasked,
+        cases=(ABORTED,),
+        detected_by=("stitch.mask-sampled",),
     ),
     KnownBug(
         id="attention-mask-as-loss-mask",

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.case import ActionKind, Case, Model
+from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Call
+from rollproof.core.limits import AnswerCut, RolloutLimits
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Scalar
-from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
+from rollproof.fakes.clients.reference_clients import AsSampled, ClientOptions, PartialSample
 from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import (
     ABORTED,
@@ -106,6 +109,45 @@ class _ToolOutputRetokenised(AsSampled):
     def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
         # as if the last token came back from text as another one
         super().observe(sample, (*answer[:-1], answer[-1] + 1))
+
+
+class _TurnSeparatorDropped(AsSampled):
+    def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
+        # a chat template begins each turn with a separator that the model never samples
+        super().observe(sample, answer[1:])
+
+
+class _SeparatorMissingInSample(AsSampled):
+    def __init__(self, options: ClientOptions | None = None) -> None:
+        super().__init__(options)
+        self._joints: list[int] = []
+
+    def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
+        self._joints.append(len(sample.response))
+        super().observe(sample, answer)
+
+    def finished(self, sample: PartialSample) -> Rollout:
+        # the engine got the separators, the trainer does not
+        for joint in reversed(self._joints):
+            lists: tuple[list[Any], ...] = (sample.response, sample.mask)
+            for values in (*lists, sample.logprobs, sample.labels):
+                del values[joint]
+        return super().finished(sample)
+
+
+class _ConversationRepeated(AsSampled):
+    def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
+        # the new prompt is the complete conversation, and it is appended to the old one
+        super().observe(sample, (*sample.ids, *answer))
+
+
+class _ToolAnswerCutOnWrongSide(AsSampled):
+    def declared(self, fleet: Fleet) -> Contract:
+        limits = RolloutLimits(answer=2, answer_keeps=AnswerCut.START)
+        return replace(super().declared(fleet), limits=limits)
+
+    def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
+        super().observe(sample, answer[-2:])
 
 
 class _TemperatureForgotten(AsSampled):
@@ -233,6 +275,9 @@ _ABORT = ActionKind.ABORT
 _WARM = request(sampling={"temperature": 0.7})
 _SEEN = request(media="image-1")
 _LIMITED = request(max_tokens=None, limit=6)
+_LONG_ANSWERS = case(
+    model=ENDING, requests=(request(max_tokens=24, turns=((21, 22, 25), (23, 24))),), seed=1
+)
 _EXACT_STOP = case(requests=(request(max_tokens=2),), model=Model(eos_every=3), seed=1)
 
 BUGS: tuple[KnownBug, ...] = (
@@ -313,6 +358,38 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#1861", "SkyRL#2078"),
         make=_ToolOutputRetokenised,
         cases=(TURNS,),
+        detected_by=("stitch.environment-tokens",),
+    ),
+    KnownBug(
+        id="turn-separator-dropped",
+        summary="The separator between two turns is in no call and not in the sample.",
+        refs=("verl#6921",),
+        make=_TurnSeparatorDropped,
+        cases=(_LONG_ANSWERS,),
+        detected_by=("stitch.environment-tokens",),
+    ),
+    KnownBug(
+        id="separator-missing-in-sample",
+        summary="The engine gets the separator between two turns, and the sample lacks it.",
+        refs=("cf. verl#6921",),
+        make=_SeparatorMissingInSample,
+        cases=(TURNS,),
+        detected_by=("stitch.environment-tokens",),
+    ),
+    KnownBug(
+        id="conversation-repeated",
+        summary="A tool's answer is appended together with the conversation before it.",
+        refs=("open-instruct#1233",),
+        make=_ConversationRepeated,
+        cases=(case(model=ENDING, requests=(request(max_tokens=60, turns=((21, 22),)),), seed=1),),
+        detected_by=("stitch.environment-tokens",),
+    ),
+    KnownBug(
+        id="tool-answer-cut-on-wrong-side",
+        summary="A tool's answer that is too long loses its start, and the end was to be cut.",
+        refs=("cf. verl tool_agent_loop.py (tool_response_truncate_side)",),
+        make=_ToolAnswerCutOnWrongSide,
+        cases=(_LONG_ANSWERS,),
         detected_by=("stitch.environment-tokens",),
     ),
     KnownBug(

@@ -24,6 +24,7 @@ __all__ = [
     "KvPolicy",
     "LayerAxis",
     "Logprobs",
+    "MaskedTokens",
     "MissingLogprobs",
     "PartialOff",
     "Provenance",
@@ -134,6 +135,25 @@ class MissingLogprobs(StrEnum):
     """The position holds anything, and its loss mask is 0."""
 
 
+class MaskedTokens(StrEnum):
+    """Sampled tokens that a stack leaves out of the loss on purpose (loss mask 0)."""
+
+    OLDER_WEIGHTS = "older-weights"
+    """Tokens that older weights sampled than those of the sample's end or of its delivery."""
+    EARLIER_CALLS = "earlier-calls"
+    """Everything sampled before the last call that resumed the sample (slime's and miles'
+    ``mask_offpolicy_in_partial_rollout``).
+    """
+    TRUNCATED = "truncated"
+    """All tokens of a sample that no natural end closed (DAPO's overlong filtering)."""
+    ABORTED = "aborted"
+    """All tokens of a sample that ended by an abort or an error, or of a turn that an abort cut."""
+    END = "end"
+    """The token with which a turn ended naturally."""
+    ANY = "any"
+    """Any token: the mask of sampled tokens is not judged."""
+
+
 class Sampling(StrEnum):
     """The sampling parameters (temperature, top_p, ...) with which the engines are called."""
 
@@ -184,6 +204,12 @@ class Contract:
     Attributes:
         multi_turn: Whether the subject drives ``Request.turns``: it appends the environment's
             tokens after each natural end of the model's turn.
+        answer_template: Whether the calls of a multi-turn subject carry tokens of a chat template
+            around the environment's words that it does not record as an ``Observation``. ``None``:
+            not declared, so the verdict on such tokens is unknown.
+        masked: The sampled tokens that may have loss mask 0, next to those that came without a
+            logprob. ``()``: none. ``None``: not declared, so that masks which a declaration might
+            explain (all but ``earlier-calls`` and ``any``) are no fault.
         multimodal: Whether the subject passes ``Request.media`` to the engines.
         sampling: Whether the subject passes ``Request.sampling`` to the engines. ``None``: not
             declared, so the verdict on a parameter that reaches no engine is unknown.
@@ -211,8 +237,10 @@ class Contract:
     kv_policy: KvPolicy
     missing_logprobs: MissingLogprobs = MissingLogprobs.NEVER
     loss_mask: bool = False
+    masked: tuple[MaskedTokens, ...] | None = None
     finish_reason: bool = True
     multi_turn: bool = False
+    answer_template: bool | None = None
     multimodal: bool = False
     sampling: Sampling | None = None
     partial_off: PartialOff | None = None
@@ -294,8 +322,9 @@ class Contract:
             )
         values = dict(data)
         # JSON has no tuples
-        if isinstance(values.get("moe_layers"), list):
-            values["moe_layers"] = tuple(values["moe_layers"])
+        for name in ("moe_layers", "masked"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         if isinstance(values.get("replay"), Mapping):
             values["replay"] = ReplayTerms.from_dict(values["replay"])
         try:
@@ -322,6 +351,16 @@ class Contract:
                     f"{name}={value!r} is not valid; choose one of"
                     f" {[str(member) for member in kind]}."
                 )
+        masked: object = self.masked
+        if masked is None:
+            return problems
+        valid = tuple(MaskedTokens)
+        if not isinstance(masked, tuple | list) or any(name not in valid for name in masked):
+            problems.append(
+                f"masked={masked!r} must be a tuple of {[str(member) for member in valid]}."
+            )
+        else:
+            object.__setattr__(self, "masked", tuple(MaskedTokens(name) for name in masked))
         return problems
 
     def _coerce_limits(self) -> list[str]:
@@ -348,6 +387,9 @@ class Contract:
             if not isinstance(getattr(self, name), bool)
         ]
         # a caller without a type checker may have passed anything
+        template: object = self.answer_template
+        if not isinstance(template, bool | None):
+            problems.append(f"answer_template must be a bool or None, not {template!r}.")
         dtype: object = self.dtype
         layers: object = self.moe_layers
         if dtype is not None and not isinstance(dtype, str):
@@ -376,6 +418,12 @@ class Contract:
         if self.max_staleness is not None and not _is_int(self.max_staleness, 0):
             problems.append(
                 f"max_staleness={self.max_staleness!r} must be a whole number >= 0, or None."
+            )
+        if self.masked and not self.loss_mask:
+            problems.append("masked contradicts loss_mask=False: samples carry no loss mask.")
+        if self.answer_template and not self.multi_turn:
+            problems.append(
+                "answer_template contradicts multi_turn=False: the environment never answers."
             )
         if not self.has_routes:
             declared = [name for name in _ROUTE_FIELDS if getattr(self, name) is not None]

@@ -19,6 +19,7 @@ class Attempt:
     replies: Its replies.
     faults: The faults that happened to it.
     partial: What the stack kept of a stream that broke (``rollproof.judging.partial_replies``).
+    stopped_by_stack: Whether the stack itself aborted this call, by its id.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Attempt:
     replies: list[Reply] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     partial: Reply | None = None
+    stopped_by_stack: bool = False
 
     @property
     def consumed(self) -> Reply | None:

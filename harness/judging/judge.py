@@ -295,6 +295,19 @@ class Judge:
             # A preempted call is admitted again: its first admission counts.
             attempt.admit = attempt.admit or event
 
+    def _abort(self, event: Abort) -> None:
+        self._precede(event)
+        # "*" and a case's action come from outside: whoever stops one call by its id means it.
+        if event.injected or event.wanted == "*":
+            return
+        attempts = [self._calls[call][1] for call in event.call_ids if call in self._calls]
+        view = self.context.open.get(event.wanted)
+        # A recording shows the id, and not which calls it found.
+        if not event.call_ids and view is not None and view.attempts:
+            attempts = view.attempts[-1:]
+        for attempt in attempts:
+            attempt.stopped_by_stack = True
+
     def _submit(self, event: Submit) -> None:
         context = self.context
         context.open[event.request.request_id] = RequestView(
@@ -380,6 +393,7 @@ def _feed_event(trace_check: TraceCheck, event: Event, out: Collector) -> None:
 
 _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Reply: Judge._reply,
+    Abort: Judge._abort,
     Call: Judge._call,
     Admit: Judge._admit,
     Submit: Judge._submit,
@@ -388,5 +402,5 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Fault: Judge._fault,
     Result: Judge._result,
     Update: Judge._update,
-    **dict.fromkeys((Abort, Pause, Resume), Judge._precede),
+    **dict.fromkeys((Pause, Resume), Judge._precede),
 }

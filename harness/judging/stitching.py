@@ -12,7 +12,7 @@ no rows either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollproof.core.events.rollout import Call, Observation, Reply
     from rollproof.judging.attempt import Attempt
 
-__all__ = ["Run", "Step", "Stitched", "Stretch", "Token", "stitch"]
+__all__ = ["Answer", "Run", "Step", "Stitched", "Stretch", "Token", "stitch"]
 
 # An abort is no end of a turn: tokens after it come from the environment only if the trace says so.
 _TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
@@ -157,6 +157,29 @@ class Step:
         return self.ended and self.agree in (self.sent, self.delivered)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Consecutive tokens of the environment, and the end of the turn that they answer.
+
+    start: The response index of the first token.
+    ids: The tokens.
+    attempt: The attempt with the last reply before them, ``None`` if there was none.
+    finish: The finish reason of that reply.
+    recorded: Whether an ``Observation`` says so; otherwise a call brought them.
+    """
+
+    start: int
+    ids: tuple[int, ...]
+    attempt: int | None
+    finish: FinishReason | None
+    recorded: bool
+
+    @property
+    def end(self) -> int:
+        """The response index after the last token."""
+        return self.start + len(self.ids)
+
+
 @dataclass(frozen=True, eq=False)
 class Stitched:
     """What the rollout must be.
@@ -170,6 +193,8 @@ class Stitched:
         judged.
     steps: How each call continued.
     last: The attempt with the last reply.
+    answers: The environment's tokens, by the turn that they answer.
+    ended: Whether the last turn ended naturally (``stop``) and nothing was added since.
     """
 
     prompt_ids: tuple[int, ...]
@@ -179,6 +204,8 @@ class Stitched:
     broken: int | None = None
     steps: tuple[Step, ...] = ()
     last: int | None = None
+    answers: tuple[Answer, ...] = ()
+    ended: bool = False
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
@@ -266,6 +293,8 @@ def stitch(
         broken=fold.broken,
         steps=tuple(fold.steps),
         last=fold.last,
+        answers=tuple(fold.answers),
+        ended=fold.ended,
     )
 
 
@@ -284,12 +313,13 @@ class _Fold:
         self.runs: list[Run] = []
         self.pieces: tuple[RowPiece, ...] = ()
         self.steps: list[Step] = []
+        self.answers: list[Answer] = []
         self.finish: FinishReason | None = None
         self.last: int | None = None
         self.broken: int | None = None
         self._provenance = provenance
         self._implicit = implicit_turns
-        self._ended = False
+        self.ended = False
         self._turn_start = self.base
 
     def call(self, number: int, call: Call) -> None:
@@ -299,9 +329,9 @@ class _Fold:
         # Stacks that render tool output themselves record no Observation: what a call adds after a
         # natural end is the environment's turn.
         turn = self._implicit and agree == delivered < len(sent) and self.finish in _TURN_ENDS
-        ended = self._ended and not turn
+        ended = self.ended and not turn
         if turn:
-            self.environment(sent[delivered:])
+            self.environment(sent[delivered:], recorded=False)
             delivered = agree = len(sent)
         usable = agree if agree == len(sent) else delivered
         self.steps.append(
@@ -310,12 +340,19 @@ class _Fold:
             )
         )
 
-    def environment(self, token_ids: tuple[int, ...]) -> None:
+    def environment(self, token_ids: tuple[int, ...], *, recorded: bool = True) -> None:
         """Append tokens of the environment; they begin a turn."""
+        start = len(self.sequence) - self.base
+        before = self.answers[-1] if self.answers else None
+        # A stack may record an answer in pieces, such as a separator and the words.
+        if before is not None and before.end == start and before.attempt == self.last:
+            self.answers[-1] = replace(before, ids=before.ids + token_ids)
+        else:
+            self.answers.append(Answer(start, token_ids, self.last, self.finish, recorded))
         self.runs.append(Run(len(self.sequence) - self.base, token_ids, -1, None))
         self.sequence += token_ids
         self._turn_start = len(self.sequence)
-        self._ended = False
+        self.ended = False
 
     def reply(self, number: int, call: Call, reply: Reply) -> bool:
         """Append a reply.
@@ -342,7 +379,7 @@ class _Fold:
         full = call.max_tokens is not None and len(output.token_ids) >= call.max_tokens
         # "completed" with the grant used up may be the end of a portion: some stacks grant their
         # budget in portions.
-        self._ended = self.finish is FinishReason.STOP or (
+        self.ended = self.finish is FinishReason.STOP or (
             self.finish is FinishReason.COMPLETED and not full
         )
         return True
@@ -353,6 +390,15 @@ class _Fold:
         # call that starts over keeps none.
         self.pieces = cut_pieces(self.pieces, length - 1 if length > self.base else 0)
         self.runs = _cut_runs(self.runs, length - self.base)
+        self.answers = [
+            (
+                answer
+                if answer.end <= length - self.base
+                else replace(answer, ids=answer.ids[: length - self.base - answer.start])
+            )
+            for answer in self.answers
+            if answer.start < length - self.base
+        ]
         turns = [run.end for run in self.runs if run.attempt < 0]
         self._turn_start = self.base + (turns[-1] if turns else 0)
 

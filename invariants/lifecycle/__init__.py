@@ -4,7 +4,14 @@ fails without a reason.
 
 from __future__ import annotations
 
-from rollproof.invariants.lifecycle import abort_all, aborts, consumption, endings, stray_calls
+from rollproof.invariants.lifecycle import (
+    abort_all,
+    aborts,
+    consumption,
+    endings,
+    stray_calls,
+    turns,
+)
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -25,6 +32,8 @@ CHECKS: tuple[Check, ...] = (
     aborts.lifecycle_abort_ends_call,
     aborts.lifecycle_aborts_do_not_surface,
     aborts.lifecycle_partial_off_honoured,
+    turns.lifecycle_cut_turns_not_answered,
+    turns.lifecycle_ended_turns_answered,
     abort_all.lifecycle_end_spares_others,
     consumption.lifecycle_duplicate_consumed_once,
     consumption.lifecycle_one_reply_per_retry,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
+    "ends_with_eos",
     "lifecycle_abort_ends_call",
     "lifecycle_abort_hits_target",
     "lifecycle_abort_keeps_tokens",
@@ -411,7 +412,7 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
     last = segments[-1]
     if (
         _budget_used(view, last)
-        or _ends_with_eos(view, last)
+        or ends_with_eos(view, last)
         or any(attempt.consumed is None for attempt in view.attempts[last.number :])
     ):
         return
@@ -485,7 +486,7 @@ def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
     if (
         aborted is None
         or _budget_used(view, aborted)
-        or _ends_with_eos(view, aborted)
+        or ends_with_eos(view, aborted)
         or _hedge_won(view, aborted)
     ):
         return
@@ -561,7 +562,7 @@ def _budget_used(view: RequestView, last: Attempt) -> bool:
     )
 
 
-def _ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
+def ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
     """Return whether an abort hit the end-of-sequence token: ending and resuming are both
     defensible then.
     """

@@ -67,6 +67,19 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
             ),
             where=where,
         )
+    lacks = _lacking_tokens(view)
+    if allowed < rows <= allowed + lacks:
+        return CountCause(
+            observed=(
+                f"{rows} rows; the response lacks {count(lacks, 'token')} that an engine returned"
+                " or was sent (the family stitch says which), and the rows of such tokens are there"
+            ),
+            hint=(
+                "Deliver every token that the engine returned, stop tokens included: text is"
+                " decoded without them, ids and rows keep them."
+            ),
+            where=where,
+        )
     # Engines differ in whether they return a row for the last token, which no forward pass
     # computed.
     if rows == allowed + 1 and contract.rows is Rows.FORWARDED:
@@ -124,6 +137,14 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
             where=where,
         )
     return _partial_array(view, evidence, arrays, where)
+
+
+def _lacking_tokens(view: RequestView) -> int:
+    """Return how many tokens the response lacks, if all of it is there otherwise, in order."""
+    sampled = view.stitched.response_ids
+    response = () if view.rollout is None else view.rollout.response_ids
+    rest = iter(sampled)
+    return len(sampled) - len(response) if all(token in rest for token in response) else 0
 
 
 def _first_row(view: RequestView, number: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollproof.invariants.stitch import attempts, budgets, logprobs, masks, samples
+from rollproof.invariants.stitch import attempts, budgets, environment, logprobs, masks, samples
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -11,7 +11,7 @@ CHECKS: tuple[Check, ...] = (
     samples.stitch_prompt,
     samples.stitch_request_id,
     samples.stitch_tokens,
-    samples.stitch_environment_tokens,
+    environment.stitch_environment_tokens,
     samples.stitch_matches_unbroken,
     samples.stitch_caller_objects,
     samples.stitch_handed_over,
@@ -27,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     logprobs.stitch_logprobs_missing,
     masks.stitch_mask_shape,
     masks.stitch_mask_environment,
+    masks.stitch_mask_sampled,
     budgets.stitch_budget_granted,
     budgets.stitch_budget_total,
     budgets.stitch_finish_reason,

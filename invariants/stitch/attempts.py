@@ -174,12 +174,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             f"Call {step.attempt} begins a turn on a history that differs from what was delivered,"
             f" from position {step.agree} on"
         )
-        hint = (
-            "The earlier turns were rendered again by a chat template that drops or respells"
-            " tokens, so the next tokens were sampled in a context that the response does not"
-            " show. Append the new turn to the ids as delivered, or deliver each turn as its"
-            " own sample."
-        )
+        hint = _history_hint(view, sent, known_ids)
     else:
         kind = "a call resumes from another sequence"
         title = (
@@ -216,6 +211,30 @@ def _extra_hint(sent: Sequence[int], known_ids: Sequence[int], step: Step) -> st
     return (
         "The rest is sampled after tokens that no engine sampled; tokens of a tool or user"
         " may only follow a natural end."
+    )
+
+
+def _history_hint(view: RequestView, sent: Sequence[int], known_ids: Sequence[int]) -> str:
+    """Return what became of the history of a turn, as far as the call shows it."""
+    sent, known_ids = tuple(sent), tuple(known_ids)
+    prompt = view.request.prompt_ids
+    for other in view.neighbours:
+        theirs = other.request.prompt_ids
+        if theirs != prompt and len(theirs) > 1 and sent[: len(theirs)] == theirs:
+            return (
+                f"It is the history of request {other.request.request_id}: the conversations of two"
+                " requests were mixed up."
+            )
+    # One token alone may agree by chance.
+    if any(known_ids[cut:] == sent[: len(known_ids) - cut] for cut in range(1, len(known_ids) - 1)):
+        return (
+            "Its oldest tokens were cut off, as by a window: end the rollout at the length of the"
+            " context, since its response shows a context that the next tokens did not have."
+        )
+    return (
+        "The earlier turns were rendered again by a chat template that drops or respells"
+        " tokens, so the next tokens were sampled in a context that the response does not"
+        " show. Append the new turn to the ids as delivered."
     )
 
 

@@ -1,17 +1,18 @@
-"""Checks on the loss mask: one 0 or 1 per token, and no training on what the policy did not
-sample.
+"""Checks on the loss mask: one 0 or 1 per token, no training on what the policy did not sample, and
+no sampled token left out without a declaration.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollproof.core.contract import Contract
+from rollproof.core.contract import Contract, MaskedTokens
 from rollproof.invariants._shared.delivery import (
     existing_delivery,
     reliable_delivery,
 )
-from rollproof.invariants._shared.phrases import count, ranges, share, window
+from rollproof.invariants._shared.phrases import count, listing, ranges, share, window
+from rollproof.invariants.stitch.masked_tokens import masked_hint, scan_masked
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_TURNS",
     "stitch_mask_environment",
+    "stitch_mask_sampled",
     "stitch_mask_shape",
 ]
 
@@ -103,19 +105,12 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
     if delivered is None:
         return
     # verl #2543: the attention mask was used as loss mask, so tool output was trained on.
-    runs = [run for run in delivered.reference.runs if run.attempt < 0]
+    runs = [(run, start) for run, start in delivered.placed() if run.attempt < 0]
     mask = delivered.rollout.loss_mask
-    if (
-        not runs
-        or not delivered.aligned
-        or mask is None
-        or len(mask) != len(delivered.rollout.response_ids)
-    ):
+    if not runs or mask is None or len(mask) != len(delivered.rollout.response_ids):
         return
-    trained = [
-        i for run in runs for i in range(run.start, min(run.end, delivered.count)) if mask[i]
-    ]
-    total = sum(max(0, min(run.end, delivered.count) - run.start) for run in runs)
+    trained = [i for run, start in runs for i in range(start, start + len(run.ids)) if mask[i]]
+    total = sum(len(run.ids) for run, _ in runs)
     out.exercised("tokens of the environment", total)
     if trained:
         out.finding(
@@ -130,3 +125,55 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
                 " the environment's tokens."
             ),
         )
+
+
+def _sampled_declared(contract: Contract) -> str | None:
+    if MaskedTokens.ANY in (contract.masked or ()):
+        return "the contract lets any token be masked out (masked='any')"
+    return _declared(contract)
+
+
+@request_check(
+    "stitch.mask-sampled",
+    promise=(
+        "Sampled tokens have loss mask 1, except those that the contract lets a stack mask out"
+        " (masked, missing_logprobs='masked')."
+    ),
+    needs="a delivered sample with a loss mask, its engine calls and replies",
+    exercised_by=("sampled tokens with loss mask 1", "sampled tokens masked out as declared"),
+    applies=_sampled_declared,
+)
+def stitch_mask_sampled(view: RequestView, out: Collector) -> None:
+    """Check the mask of every token that the policy sampled."""
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
+        return
+    mask = delivered.rollout.loss_mask
+    runs = [(run, start) for run, start in delivered.placed() if run.attempt >= 0]
+    if not runs or mask is None or len(mask) != len(delivered.rollout.response_ids):
+        return
+    scan = scan_masked(view, delivered, runs)
+    out.exercised("sampled tokens with loss mask 1", scan.trained)
+    out.exercised("sampled tokens masked out as declared", scan.declared)
+    if not scan.unexplained:
+        if scan.undeclared:
+            reasons = listing(repr(str(reason)) for reason in scan.undeclared)
+            out.absent(
+                "sampled tokens are masked out, and the contract does not say which may be: declare"
+                f" masked=({reasons},) if that is on purpose, or masked=() if no token may be"
+            )
+        return
+    wrong = scan.unexplained
+    declared = view.contract.masked
+    allowed = "" if not declared else f", except for masked={listing(map(str, declared))}"
+    out.finding(
+        f"{share(len(wrong), scan.total, 'sampled token')}"
+        f" {'is' if len(wrong) == 1 else 'are'} masked out of the loss",
+        kind="sampled tokens are masked out of the loss",
+        expected=f"loss mask 1 on every token that the policy sampled{allowed}",
+        observed=f"0 at response index {ranges(wrong)}",
+        where=view.place(
+            index=wrong[0], segment=view.segment_of(len(view.request.prompt_ids) + wrong[0])
+        ),
+        hint=masked_hint(view, delivered, runs, wrong),
+    )

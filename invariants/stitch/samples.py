@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 from rollproof.core.contract import ResumeBy
 from rollproof.invariants._shared.delivery import delivery, missing_reason, reliable_delivery
 from rollproof.invariants._shared.phrases import count, listing, ranges, share, window
-from rollproof.invariants.stitch import attempts, masks
-from rollproof.invariants.stitch.token_faults import contains, describe_token_fault
+from rollproof.invariants.stitch import attempts
+from rollproof.invariants.stitch.token_faults import describe_token_fault
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "stitch_caller_objects",
-    "stitch_environment_tokens",
     "stitch_handed_over",
     "stitch_matches_unbroken",
     "stitch_prompt",
@@ -127,7 +126,8 @@ def stitch_tokens(view: RequestView, out: Collector) -> None:
         if delivered.rollout.response_ids
         else "samples without tokens"
     )
-    if not delivered.aligned:
+    # stitch.environment-tokens reports a sample that differs in the environment's tokens alone.
+    if not delivered.aligned and delivered.answers is None:
         fault = describe_token_fault(view, delivered.rollout.response_ids)
         out.finding(
             fault.title,
@@ -297,48 +297,6 @@ def stitch_handed_over(view: RequestView, out: Collector) -> None:
             " them for the next request: copy them."
         ),
     )
-
-
-@request_check(
-    "stitch.environment-tokens",
-    promise=(
-        "Between the turns of a multi-turn response are the environment's tokens, complete"
-        " and in order."
-    ),
-    needs="a multi-turn request whose turns are declared, its engine calls and a delivered sample",
-    exercised_by="turns of the environment",
-)
-def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
-    """Compare the turns that the request declares with what its calls sent."""
-    if not view.contract.multi_turn:
-        out.inapplicable(masks.NO_TURNS)
-    delivered = reliable_delivery(view, out)
-    if delivered is None:
-        return
-    turns = [run.ids for run in delivered.reference.runs if run.attempt < 0 and run.ids]
-    for number, (expected, actual) in enumerate(zip(view.request.turns, turns, strict=False)):
-        out.exercised("turns of the environment")
-        # Chat templates may surround a turn, and the budget may cut its end.
-        if (
-            actual != expected
-            and not contains(actual, expected)
-            and expected[: len(actual)] != actual
-        ):
-            position = _first_difference(expected, actual)
-            out.finding(
-                f"Turn {number} of the environment was changed",
-                kind="a turn of the environment was changed",
-                expected=f"{count(len(expected), 'token')}: {window(expected, position)}",
-                observed=f"{count(len(actual), 'token')}: {window(actual, position)}",
-                where=view.place(
-                    index=next(run.start for run in delivered.reference.runs if run.ids is actual)
-                ),
-                hint=(
-                    "Tool output was retokenised, cut in the middle, or taken from another"
-                    " request; the policy answered other tokens than the environment sent."
-                ),
-            )
-            return
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:

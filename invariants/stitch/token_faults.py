@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollproof.core.records import Scalar
+from rollproof.core.records import FinishReason, Scalar
 from rollproof.invariants._shared.phrases import count, segment_name, share, window
 from rollproof.judging.partial_replies import streamed
 
@@ -50,6 +50,16 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
             f"Call {restart.attempt} sent {count(restart.sent, 'token')} of {restart.delivered},"
             " so the tokens after it were sampled without the rest, and tokens from before it"
             " no longer belong to the sample. Resume with them, or drop them."
+        )
+    elif stops := _stripped_stops(view, response):
+        kind = "sampled tokens are missing"
+        title = (
+            f"{share(stops, len(sampled), 'sampled token')}"
+            f" {'is' if stops == 1 else 'are'} missing from the response"
+        )
+        hint = (
+            "Stop tokens were stripped, with which the policy ended its turns: text is decoded"
+            " without them, and the ids of a sample keep them."
         )
     elif not extra:
         segment_lost = _is_segment(view, start, len(missing))
@@ -98,6 +108,26 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
         ),
         hint=hint,
     )
+
+
+def _stripped_stops(view: RequestView, response: tuple[int, ...]) -> int:
+    """Return how many stop tokens the response lacks, if it lacks the last token of every turn that
+    ended naturally, or of every one but the last turn, and nothing else.
+    """
+    runs = view.stitched.runs
+    stops = {
+        run.end - 1
+        for run in runs
+        if run.reply is not None
+        and run.reply.output.finish_reason is FinishReason.STOP
+        and run.ids == run.reply.output.token_ids
+        and run.ids
+    }
+    sampled = view.stitched.response_ids
+    for lost in (stops, stops - {len(sampled) - 1}):
+        if lost and response == tuple(token for i, token in enumerate(sampled) if i not in lost):
+            return len(lost)
+    return 0
 
 
 def _restart_before(view: RequestView, response: tuple[int, ...]) -> Step | None:
@@ -152,10 +182,18 @@ def _added(
         f"The response holds {count(size, 'token')} that no engine call of this request returned"
     )
     hint = _origin(view, extra) or (
-        "An end-of-sequence or padding token that the stack adds itself must be masked"
-        " out (loss mask 0)."
+        "An end-of-sequence token that the stack adds itself must be masked out (loss mask 0)."
+        if start == len(sampled) and _is_end(view, extra)
+        else "A response holds only what calls of its request returned, and what the environment"
+        " said. What a stack adds itself goes to the end, masked out (loss mask 0)."
     )
     return title, "tokens that no call returned", hint
+
+
+def _is_end(view: RequestView, tokens: tuple[int, ...]) -> bool:
+    """Return whether ``tokens`` are one end of sequence; where that is not known, one token."""
+    eos = getattr(view.oracle, "eos_id", None)
+    return len(tokens) == 1 and eos in (None, tokens[0])
 
 
 def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:

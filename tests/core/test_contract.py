@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.core.contract import Contract, Filler, LayerAxis, Provenance, Rows
+from rollproof.core.contract import Contract, Filler, LayerAxis, MaskedTokens, Provenance, Rows
 from rollproof.errors import ContractError
 from tests.support.trace_builder import contract
 
@@ -122,3 +122,28 @@ def test_no_routes_have_no_layers() -> None:
         contract(rows="none").route_layers  # noqa: B018 - the property raises
 
     assert Filler.NONE == "none"
+
+
+def test_masked_tokens_are_names() -> None:
+    """Plain names are accepted, and survive the way through JSON."""
+    declared = contract(loss_mask=True, masked=("end", MaskedTokens.TRUNCATED))
+
+    assert (MaskedTokens.END, MaskedTokens.TRUNCATED) == declared.masked
+    assert declared == Contract.from_dict(json.loads(json.dumps(declared.to_dict())))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss_mask": True, "masked": ("overlong",)}, r"masked=\('overlong',\) must be a tuple"),
+        ({"loss_mask": True, "masked": "truncated"}, "masked='truncated' must be a tuple"),
+        ({"loss_mask": True, "masked": 1}, "masked=1 must be a tuple"),
+        ({"masked": ("end",)}, "masked contradicts loss_mask=False"),
+        ({"answer_template": True}, "answer_template contradicts multi_turn=False"),
+        ({"answer_template": 1}, "answer_template must be a bool or None, not 1"),
+    ],
+)
+def test_terms_of_masks_and_turns_are_checked(fields: dict[str, Any], words: str) -> None:
+    """A name that does not exist, and a term of what the subject does not do."""
+    with pytest.raises(ContractError, match=words):
+        contract(**fields)

@@ -55,7 +55,12 @@ KINDS = ("sample", "min-max", "call", "span", "token")
 def story(name: str, kind: str) -> Trace:
     """A correct trace; budget 6, so that the first story uses it up."""
     warm = script_rollout(
-        ScriptedCall(reason="stop"), request_id="warm", prompt=(9,), versions=kind, loss_mask=True
+        ScriptedCall(reason="stop"),
+        request_id="warm",
+        prompt=(9,),
+        versions=kind,
+        loss_mask=True,
+        masked=(),
     )
     late = script_rollout(
         ScriptedCall(version=3, reason="stop", server="s1"),
@@ -65,18 +70,19 @@ def story(name: str, kind: str) -> Trace:
         script=warm,
     )
     return script_rollout(
-        *STORIES[name], budget=6, versions=kind, loss_mask=True, script=late
+        *STORIES[name], budget=6, versions=kind, loss_mask=True, masked=(), script=late
     ).trace()
 
 
 def token_changes(sample: Rollout) -> Iterator[Change]:
     """Drop, double, replace and swap every token; drop and replace every prompt token."""
-    ids, prompt = sample.response_ids, sample.prompt_ids
+    ids, prompt, mask = sample.response_ids, sample.prompt_ids, sample.loss_mask
+    assert mask is not None
     for i in range(len(ids)):
         yield (
             f"token {i} dropped",
             replace(sample, response_ids=ids[:i] + ids[i + 1 :]),
-            "stitch.tokens",
+            "stitch.tokens" if mask[i] else "stitch.environment-tokens",
         )
         yield (
             f"token {i} doubled",
@@ -86,13 +92,13 @@ def token_changes(sample: Rollout) -> Iterator[Change]:
         yield (
             f"token {i} replaced",
             replace(sample, response_ids=(*ids[:i], 77, *ids[i + 1 :])),
-            "stitch.tokens",
+            "stitch.tokens" if mask[i] else "stitch.environment-tokens",
         )
         if i:
             yield (
                 f"token {i} swapped",
                 replace(sample, response_ids=(*ids[: i - 1], ids[i], ids[i - 1], *ids[i + 1 :])),
-                "stitch.tokens",
+                "stitch.tokens" if mask[i - 1 : i + 1].any() else "stitch.environment-tokens",
             )
     for i in range(len(prompt)):
         yield (
@@ -141,7 +147,7 @@ def logprob_changes(sample: Rollout) -> Iterator[Change]:
 
 
 def mask_changes(sample: Rollout) -> Iterator[Change]:
-    """Every entry dropped or made 2; those of the environment made 1."""
+    """Every entry dropped or made 2; those of the environment made 1, and sampled ones 0."""
     assert sample.loss_mask is not None
     for i in range(len(sample.loss_mask)):
         yield (
@@ -154,6 +160,10 @@ def mask_changes(sample: Rollout) -> Iterator[Change]:
             mask[i] = value
             if mask[i] != sample.loss_mask[i] and (value == 1 or sample.loss_mask[i]):
                 yield f"mask {i} is {value}", replace(sample, loss_mask=mask), check
+        if sample.loss_mask[i]:
+            mask = sample.loss_mask.copy()
+            mask[i] = 0
+            yield f"mask {i} is 0", replace(sample, loss_mask=mask), "stitch.mask-sampled"
 
 
 def reason_changes(sample: Rollout) -> Iterator[Change]:

@@ -77,9 +77,11 @@ class TraceScript(TraceBuilder):
         self.add(Fault(what=what, server_id=server, call_id=call_id, detail=detail))
         return self
 
-    def abort(self, *call_ids: int, wanted: str = "*", server: str = "s0") -> TraceScript:
+    def abort(
+        self, *call_ids: int, wanted: str = "*", server: str = "s0", injected: bool = False
+    ) -> TraceScript:
         """An abort that hits ``call_ids``."""
-        self.add(Abort(server_id=server, wanted=wanted, call_ids=call_ids))
+        self.add(Abort(server_id=server, wanted=wanted, call_ids=call_ids, injected=injected))
         return self
 
     def observe(self, *tokens: int, request_id: str = "r0") -> TraceScript:

@@ -179,12 +179,14 @@ class Abort(Event):
     Attributes:
         wanted: The id of the request, or ``"*"``.
         call_ids: The calls that were in flight.
+        injected: Whether an action of the case requested it, and not the stack.
     """
 
     kind: ClassVar[str] = "abort"
     server_id: str
     wanted: str
     call_ids: tuple[int, ...] = ()
+    injected: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,7 @@ class TestShape:
 
     def test_a_contract_without_a_mask_rules_it_out(self) -> None:
         """Where a stack makes its mask later there is none to judge here."""
-        for name in (self.ID, TestEnvironment.ID):
+        for name in (self.ID, TestEnvironment.ID, TestSampled.ID):
             assert Verdict.NOT_APPLICABLE == check(name, script_rollout(*PARTS)).verdict
 
 
@@ -85,12 +85,27 @@ class TestEnvironment:
         finding = finds(self.ID, masked(mask))
         assert f"{wrong} of 3 tokens of the environment would be trained on" == finding.title
         assert f"1 at response index {observed}" == finding.observed
-        assert {self.ID} == blamed(masked(mask))
+        assert self.ID in blamed(masked(mask)) <= {self.ID, TestSampled.ID}
 
-    def test_leaving_sampled_tokens_out_is_a_stacks_choice(self) -> None:
-        """Masking old tokens of a partial rollout loses signal, and trains on nothing wrong."""
+    def test_masks_of_sampled_tokens_are_another_checks(self) -> None:
+        """Masking sampled tokens loses signal, and trains on nothing wrong."""
         passes(self.ID, masked((0, 0, 0, 0, 0, 1, 1)), tokens_of_the_environment=3)
-        assert set() == blamed(masked((0,) * 7))
+
+    def test_words_that_the_sample_holds_in_part_are_judged(self) -> None:
+        """A separator that is missing from the sample leaves the mask of the rest to judge."""
+        missing = {
+            "response": (11, 12, 92, 93, 13, 14),
+            "loss_mask": np.array((1, 1, 0, 0, 1, 1)),
+            "logprobs": np.zeros(6),
+        }
+        passes(
+            self.ID,
+            script_rollout(*PARTS, loss_mask=True, sample=missing),
+            tokens_of_the_environment=2,
+        )
+        trained = {**missing, "loss_mask": np.array((1, 1, 0, 1, 1, 1))}
+        finding = finds(self.ID, script_rollout(*PARTS, loss_mask=True, sample=trained))
+        assert "1 at response index 3" == finding.observed
 
     def test_single_turns_have_no_environment(self) -> None:
         """Nothing is put to the test, and where no turns are declared nothing can be."""
@@ -101,3 +116,166 @@ class TestEnvironment:
             "declares no turns of the environment (multi_turn)",
         )
         unknown(self.ID, script_rollout(single, loss_mask=True, multi_turn=True), "not exercised")
+
+
+RESUMED = (
+    ScriptedCall(tokens=(11, 12)),
+    ScriptedCall(tokens=(13, 14, 15)),
+    ScriptedCall(tokens=(16,), reason="stop"),
+)
+UPDATED = (
+    ScriptedCall(tokens=(11, 12)),
+    ScriptedCall(tokens=(13, 14), version=1, reason="stop"),
+)
+CUT = (
+    ScriptedCall(tokens=(11, 12)),
+    ScriptedCall(observed=(91,), tokens=(13, 14), reason="stop"),
+)
+
+
+def rollout(parts: tuple[ScriptedCall, ...], mask: tuple[int, ...], **more: Any) -> TraceScript:
+    """A rollout of ``parts`` with the loss mask ``mask``."""
+    return script_rollout(
+        *parts, **{"loss_mask": True, "sample": {"loss_mask": np.array(mask)}, **more}
+    )
+
+
+class TestSampled:
+    """``stitch.mask-sampled``."""
+
+    ID = "stitch.mask-sampled"
+
+    def test_masked_tokens_of_resumed_calls_are_found(self) -> None:
+        """What resumed calls returned is masked as if it were what they sent."""
+        story = rollout(RESUMED, (1, 1, 0, 0, 0, 0))
+        finding = finds(self.ID, story)
+        assert "4 of 6 sampled tokens are masked out of the loss" == finding.title
+        assert "sampled tokens are masked out of the loss" == finding.kind
+        assert (
+            "loss mask 1 on every token that the policy sampled",
+            "0 at response index 2-5",
+        ) == (
+            finding.expected,
+            finding.observed,
+        )
+        assert {"request": "r0", "index": 2, "segment": 1} == finding.where
+        assert "exactly what resumed calls returned" in finding.hint
+        assert {self.ID} == blamed(story)
+
+    @pytest.mark.parametrize(
+        ("mask", "hint"),
+        [
+            ((0, 0, 0, 0, 0, 1), "before the last resume"),
+            ((1, 0, 1, 1, 1, 1), "Declare in `masked`"),
+            ((1, 1, 0, 0, 0, 1), "Declare in `masked`"),
+        ],
+        ids=["earlier calls", "one token", "the middle call"],
+    )
+    def test_other_masks_are_not_blamed_on_a_resume(self, mask: tuple[int, ...], hint: str) -> None:
+        """The hint says what the masked tokens have in common, and nothing if that is nothing."""
+        assert hint in finds(self.ID, rollout(RESUMED, mask)).hint
+
+    def test_a_shifted_mask_is_told_apart(self) -> None:
+        """Tokens of the environment are trained on in place of sampled ones."""
+        assert "shifted against the tokens" in finds(self.ID, masked((0, *RIGHT[:-1]))).hint
+
+    def test_sampled_tokens_are_counted(self) -> None:
+        """Each sampled token with loss mask 1 is exercise."""
+        passes(self.ID, masked(RIGHT), sampled_tokens_with_loss_mask_1=4)
+
+    @pytest.mark.parametrize(
+        ("reason", "parts", "mask", "counts"),
+        [
+            ("earlier-calls", RESUMED, (0, 0, 0, 0, 0, 1), (1, 5)),
+            ("older-weights", UPDATED, (0, 0, 1, 1), (2, 2)),
+            ("end", RESUMED, (1, 1, 1, 1, 1, 0), (5, 1)),
+            ("aborted", CUT, (0, 0, 0, 1, 1), (2, 2)),
+            ("aborted", RESUMED[:2], (0,) * 5, (0, 5)),
+            (
+                "truncated",
+                (ScriptedCall(tokens=(11, 12, 13), reason="length"),),
+                (0, 0, 0),
+                (0, 3),
+            ),
+        ],
+    )
+    def test_declared_masks_pass(
+        self,
+        reason: str,
+        parts: tuple[ScriptedCall, ...],
+        mask: tuple[int, ...],
+        counts: tuple[int, int],
+    ) -> None:
+        """What a stack leaves out on purpose is right once it is declared, and only then."""
+        names = ("sampled_tokens_with_loss_mask_1", "sampled_tokens_masked_out_as_declared")
+        expected = {name: count for name, count in zip(names, counts, strict=True) if count}
+        passes(self.ID, rollout(parts, mask, masked=(reason,)), **expected)
+        assert {self.ID} == blamed(rollout(parts, mask, masked=()))
+
+    @pytest.mark.parametrize(
+        ("reason", "parts", "mask"),
+        [
+            ("earlier-calls", RESUMED, (1, 1, 1, 1, 1, 0)),
+            ("older-weights", UPDATED, (1, 1, 0, 0)),
+            ("end", RESUMED, (1, 1, 1, 1, 0, 1)),
+            ("aborted", CUT, (1, 1, 0, 0, 0)),
+            ("aborted", CUT, (0, 1, 0, 1, 1)),
+            ("truncated", RESUMED, (0,) * 6),
+            (
+                "truncated",
+                (ScriptedCall(tokens=(11, 12, 13), reason="length"),),
+                (1, 0, 0),
+            ),
+        ],
+    )
+    def test_a_declaration_excuses_nothing_else(
+        self, reason: str, parts: tuple[ScriptedCall, ...], mask: tuple[int, ...]
+    ) -> None:
+        """Newer weights, a complete sample, a part of a turn: not what was declared."""
+        assert (
+            f", except for masked={reason}"
+            in finds(self.ID, rollout(parts, mask, masked=(reason,))).expected
+        )
+
+    @pytest.mark.parametrize(
+        ("reason", "parts", "mask"),
+        [
+            ("older-weights", UPDATED, (0, 0, 1, 1)),
+            ("aborted", CUT, (0, 0, 0, 1, 1)),
+            ("truncated", (ScriptedCall(tokens=(11, 12), reason="length"),), (0, 0)),
+        ],
+    )
+    def test_an_undeclared_convention_is_asked_for(
+        self, reason: str, parts: tuple[ScriptedCall, ...], mask: tuple[int, ...]
+    ) -> None:
+        """A mask that a declaration would explain is no fault, and the reason says what to
+        declare.
+        """
+        out = check(self.ID, rollout(parts, mask))
+        assert Verdict.FAIL != out.verdict
+        if not any(mask):
+            unknown(self.ID, rollout(parts, mask), f"declare masked=('{reason}'")
+
+    def test_tokens_without_a_logprob_are_judged_elsewhere(self) -> None:
+        """A token without a logprob may be masked; stitch.logprobs-missing says how it is
+        marked.
+        """
+        parts = (
+            ScriptedCall(tokens=(11, 12), logprobs=False),
+            ScriptedCall(tokens=(13,), reason="stop"),
+        )
+        passes(
+            self.ID,
+            rollout(parts, (0, 0, 1), missing_logprobs="masked"),
+            sampled_tokens_with_loss_mask_1=1,
+            sampled_tokens_masked_out_as_declared=2,
+        )
+
+    def test_any_mask_can_be_declared(self) -> None:
+        """A stack with rules of its own has none of it judged."""
+        story = rollout(RESUMED, (0, 1, 0, 1, 0, 1), masked=("any",))
+        assert Verdict.NOT_APPLICABLE == check(self.ID, story).verdict
+
+    def test_a_mask_of_another_length_is_not_judged(self) -> None:
+        """stitch.mask-shape reports it."""
+        unknown(self.ID, rollout(RESUMED, (0, 1, 0)), "not exercised")

@@ -441,55 +441,6 @@ class TestTokens:
         )
 
 
-class TestEnvironmentTokens:
-    """``stitch.environment-tokens``."""
-
-    ID = "stitch.environment-tokens"
-
-    def _story(
-        self,
-        said: tuple[int, ...],
-        turns: tuple[tuple[int, ...], ...] = ((91, 92, 93),),
-        **more: Any,
-    ) -> TraceScript:
-        parts = (
-            ScriptedCall(tokens=(11,), reason="stop"),
-            ScriptedCall(observed=said, tokens=(12,), reason="stop"),
-        )
-        return script_rollout(*parts, request={"turns": turns}, **more)
-
-    def test_a_garbled_turn_is_found(self) -> None:
-        """Tool output that was retokenised."""
-        finding = finds(self.ID, self._story((91, 99, 93)))
-        assert "Turn 0 of the environment was changed" == finding.title
-        assert ("3 tokens: [91, 92, 93]", "3 tokens: [91, 99, 93]") == (
-            finding.expected,
-            finding.observed,
-        )
-        assert 1 == finding.where["index"]
-        assert {self.ID} == blamed(self._story((91, 99, 93), loss_mask=True))
-
-    @pytest.mark.parametrize("said", [(91, 92, 93), (7, 91, 92, 93, 8), (91, 92)])
-    def test_templates_and_cuts_are_allowed(self, said: tuple[int, ...]) -> None:
-        """Role marks around a turn, and a turn cut at its end, are the stack's to choose."""
-        passes(self.ID, self._story(said), turns_of_the_environment=1)
-
-    def test_undeclared_turns_are_not_judged(self) -> None:
-        """If the environment's tokens are not declared, they cannot be compared."""
-        unknown(self.ID, self._story((91,), turns=(), multi_turn=True), "not exercised")
-
-    def test_a_stack_without_turns_is_not_judged(self) -> None:
-        """It declares none, and needs none; one that appends some nevertheless is judged by
-        them.
-        """
-        inapplicable(
-            self.ID,
-            script_rollout(ScriptedCall(tokens=(11,), reason="stop")),
-            "declares no turns of the environment (multi_turn)",
-        )
-        finds(self.ID, self._story((91, 99, 93)))
-
-
 class TestMatchesUnbroken:
     """``stitch.matches-unbroken``."""
 

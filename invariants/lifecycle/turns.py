@@ -1,0 +1,211 @@
+"""Checks on conversations: every turn that ended is answered, and no turn that an abort cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.core.limits import RolloutLimits
+from rollproof.core.records import FinishReason
+from rollproof.invariants._shared.delivery import existing_delivery, reliable_delivery
+from rollproof.invariants._shared.phrases import count, share
+from rollproof.invariants.lifecycle.aborts import ends_with_eos
+from rollproof.judging.checks import Collector, request_check
+
+if TYPE_CHECKING:
+    from rollproof.invariants._shared.delivery import Delivery
+    from rollproof.judging.request_view import RequestView
+    from rollproof.judging.stitching import Answer
+
+__all__ = ["lifecycle_cut_turns_not_answered", "lifecycle_ended_turns_answered"]
+
+NO_TURNS = "the contract declares no turns of the environment (multi_turn)"
+_UNFINISHED = (FinishReason.ABORT, FinishReason.ERROR)
+
+
+@request_check(
+    "lifecycle.cut-turns-not-answered",
+    promise=(
+        "The environment answers only turns that an engine ended: a turn that an abort cut off is"
+        " resumed, dropped, surfaced as aborted or masked out."
+    ),
+    needs="a multi-turn request, its engine calls and a delivered sample",
+    exercised_by=("answers of the environment", "cut turns that are masked out"),
+)
+def lifecycle_cut_turns_not_answered(view: RequestView, out: Collector) -> None:
+    """Look for an answer to a turn whose last reply was an abort."""
+    if not view.contract.multi_turn:
+        out.inapplicable(NO_TURNS)
+    delivered = existing_delivery(view, out)
+    if delivered is None:
+        return
+    begin = 0
+    for number, answer in enumerate(delivered.reference.answers):
+        out.exercised("answers of the environment")
+        if _was_cut(view, answer):
+            trained = _trained(delivered, begin, answer.start)
+            surfaced = delivered.rollout.finish_reason in _UNFINISHED
+            if trained and not surfaced:
+                _answered_cut_turn(view, number, answer, trained, answer.start - begin, out)
+                return
+            if answer.start > begin and not trained:
+                out.exercised("cut turns that are masked out")
+        begin = answer.end
+
+
+def _was_cut(view: RequestView, answer: Answer) -> bool:
+    if answer.finish is not FinishReason.ABORT or answer.attempt is None:
+        return False
+    attempt = view.attempts[answer.attempt]
+    reply, grant = attempt.consumed, attempt.call.max_tokens
+    # An abort on the last token of a grant cut nothing off, nor one after the end of sequence. A
+    # stack that stops a call itself has seen what it waited for, such as a complete tool call.
+    used_up = reply is not None and grant is not None and len(reply.output.token_ids) >= grant
+    return not (used_up or ends_with_eos(view, attempt) or attempt.stopped_by_stack)
+
+
+def _trained(delivered: Delivery, begin: int, end: int) -> int:
+    """Return how many of the reference's tokens from ``begin`` to ``end`` the sample trains on."""
+    mask = delivered.rollout.loss_mask
+    if mask is not None and len(mask) != len(delivered.rollout.response_ids):
+        return 0
+    return sum(
+        mask is None or bool(mask[start + i])
+        for run, start in delivered.placed()
+        if run.attempt >= 0 and begin <= run.start < end
+        for i in range(len(run.ids))
+    )
+
+
+def _answered_cut_turn(
+    view: RequestView, number: int, answer: Answer, trained: int, size: int, out: Collector
+) -> None:
+    assert answer.attempt is not None
+    attempt = view.attempts[answer.attempt]
+    rollout = view.rollout
+    assert rollout is not None
+    out.finding(
+        f"The environment answered turn {number}, which an abort had cut off",
+        kind="the environment answered a turn that an abort had cut off",
+        expected=(
+            f"call {attempt.number} ended by abort: its turn is resumed before the environment"
+            " speaks, or the sample is dropped, surfaced as aborted, or without this turn in the"
+            " loss"
+        ),
+        observed=(
+            f"{count(len(answer.ids), 'token')} of the environment follow,"
+            f" {share(trained, size, 'token')} of the cut turn have loss mask 1, and the sample"
+            f" ends by {rollout.finish_reason!s}"
+        ),
+        where=view.place(call=attempt.number, server=attempt.call.server_id, index=answer.start),
+        hint=(
+            "A fragment is parsed, answered and trained on as if the policy had ended its turn:"
+            " read the finish reason of every call, not only of the last one."
+        ),
+    )
+
+
+@request_check(
+    "lifecycle.ended-turns-answered",
+    promise=(
+        "A multi-turn rollout goes on after a natural end, as long as the environment has an answer"
+        " and the budget has room for it and one more token."
+    ),
+    needs="a request that declares its turns, its engine calls and a delivered sample",
+    exercised_by=("conversations to the last turn", "conversations that the budget ended"),
+)
+def lifecycle_ended_turns_answered(view: RequestView, out: Collector) -> None:
+    """Look for a sample that ends naturally while the environment still has answers."""
+    if not view.contract.multi_turn:
+        out.inapplicable(NO_TURNS)
+        return
+    turns = view.request.turns
+    if not turns:
+        return
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
+        return
+    reference, rollout = delivered.reference, delivered.rollout
+    limits = view.contract.limits or RolloutLimits()
+    most = len(turns) if limits.turns is None else min(limits.turns - 1, len(turns))
+    answered = len(reference.answers)
+    if answered >= most:
+        out.exercised("conversations to the last turn")
+        return
+    last = reference.last
+    # A reason other than a natural end is judged by the checks of finish reasons, and a call
+    # that was never answered may have been the next turn's.
+    if (
+        not reference.ended
+        or last is None
+        or rollout.finish_reason not in (FinishReason.STOP, FinishReason.COMPLETED, None)
+        or any(attempt.consumed is None for attempt in view.attempts[last:])
+    ):
+        return
+    words = limits.cut_answer(turns[answered])
+    room = _room(view, delivered)
+    needed = len(words) + _around(view, delivered, limits)
+    if room is not None and room <= needed:
+        out.exercised("conversations that the budget ended")
+        return
+    if view.contract.answer_template and not answered:
+        # how many tokens the template adds shows only once it has added some
+        return
+    turn = [run for run in reference.runs if run.start >= _turn_start(delivered)]
+    resumed = len([run for run in turn if run.attempt >= 0 and run.ids]) > 1
+    out.finding(
+        f"The rollout ended after {count(answered + 1, 'turn')} of the model, although the"
+        " environment had an answer",
+        kind="a rollout ended although the environment had an answer",
+        expected=(
+            f"{count(len(words), 'token')} of the environment after call {last}, then another turn:"
+            f" {count(len(turns) - answered, 'answer')} left"
+            + (", no budget" if room is None else f", {count(room, 'token')} of the budget left")
+        ),
+        observed=(
+            f"a sample of {count(len(rollout.response_ids), 'token')}, finish reason"
+            f" {rollout.finish_reason!s}"
+        ),
+        where=view.place(call=last, index=len(rollout.response_ids)),
+        hint=(
+            "The turn had been resumed: a parser that reads only what the last call returned finds"
+            " no tool call in it (cf. vLLM #46079). Parse the text of the complete turn."
+            if resumed
+            else "A tool call that is lost looks like a final answer (vLLM #46079). If the stack"
+            " limits the number of turns, declare limits={'turns': most}."
+        ),
+    )
+
+
+def _room(view: RequestView, delivered: Delivery) -> int | None:
+    """Return how many tokens are left by the narrowest reading of the budget: of all turns
+    together, with the environment's tokens, under what the first call was granted, and of what the
+    last call was. ``None`` without any limit.
+    """
+    used = len(delivered.rollout.response_ids)
+    limits, prompt = view.contract.limits or RolloutLimits(), len(view.request.prompt_ids)
+    total = None if limits.total is None else limits.total - prompt
+    first = view.attempts[0].call.max_tokens if limits.turn_tokens is None else None
+    bounds = [*view.request.bounds, limits.response, total, first]
+    rooms = [bound - used for bound in bounds if bound is not None]
+    last = view.attempts[delivered.reference.last or 0]
+    # a grant that is the limit of a turn says nothing of the next one
+    granted = last.call.max_tokens
+    if granted is not None and last.consumed is not None and limits.turn_tokens is None:
+        rooms.append(granted - len(last.consumed.output.token_ids))
+    return min(rooms, default=None)
+
+
+def _around(view: RequestView, delivered: Delivery, limits: RolloutLimits) -> int:
+    """Return how many tokens the stack put around an answer at most."""
+    return max(
+        (
+            len(answer.ids) - len(limits.cut_answer(words))
+            for words, answer in zip(view.request.turns, delivered.reference.answers, strict=False)
+        ),
+        default=0,
+    )
+
+
+def _turn_start(delivered: Delivery) -> int:
+    answers = delivered.reference.answers
+    return answers[-1].end if answers else 0
