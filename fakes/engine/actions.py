@@ -14,8 +14,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rollproof.core.call_ownership import CallOwner
 from rollproof.core.case import Action, ActionKind, EngineOptions
-from rollproof.core.events.rollout import Fault
+from rollproof.core.events.rollout import Call, Fault
+from rollproof.core.records import Scalar
 from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.scheduler import EngineHooks
@@ -32,17 +34,21 @@ RETRY_STEPS = 20
 class Schedule(EngineHooks):
     """Counts the tokens of each request and fires the actions that are due.
 
-    ``attribute`` returns the request of a call, from its prompt and its handle.
+    ``attribute`` returns the request of a call, from its prompt and its handle; ``draw`` which draw
+    of its first token it gets, from its prompt and its sampling parameters.
     """
 
     def __init__(
         self,
         actions: Iterable[Action],
-        attribute: Callable[[tuple[int, ...], str | None], str],
+        attribute: Callable[[tuple[int, ...], str | None], CallOwner],
         fire: Callable[[Action, InflightCall], None],
+        draw: Callable[[tuple[int, ...], Mapping[str, Scalar]], int] | None = None,
     ) -> None:
         super().__init__()
         self._attribute = attribute
+        self._draw = draw
+        self._acting, self._doubtful = "", False
         self._fire = fire
         self._due: dict[str, list[Action]] = {}
         for action in actions:
@@ -50,7 +56,7 @@ class Schedule(EngineHooks):
         self._count: dict[str, int] = {}
         self._rejects: dict[str, int] = {}
         self.latest: dict[str, InflightCall] = {}
-        """The last call of each request that entered a queue."""
+        """The last call of each request that entered a queue, but those that may be of none."""
 
     @property
     def waiting(self) -> tuple[Action, ...]:
@@ -61,9 +67,19 @@ class Schedule(EngineHooks):
         """Turn away the next call of a request."""
         self._rejects[request_id] = self._rejects.get(request_id, 0) + 1
 
-    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
+    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> CallOwner:
         """Return the request that a call belongs to."""
-        return self._attribute(prompt_ids, rid)
+        owner = self._attribute(prompt_ids, rid)
+        self._acting, self._doubtful = owner.acting, owner.request_id in owner.candidates
+        return owner
+
+    def acting(self, call: Call) -> str:
+        """Return the request whose actions a call triggers."""
+        return call.request_id or self._acting
+
+    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> int:
+        """Return which draw of its first token a call gets."""
+        return self._draw(prompt_ids, sampling) if self._draw else 0
 
     def rejects(self, request_id: str) -> bool:
         """Whether this call is turned away; called once for each call."""
@@ -78,7 +94,9 @@ class Schedule(EngineHooks):
 
     def queued(self, call: InflightCall) -> bool:
         """Fire an action that is due while the call waits."""
-        self.latest[call.request_id] = call
+        # a call that may belong to no request is no step of one
+        if not self._doubtful:
+            self.latest[call.request_id] = call
         return self._fire_due(call, lambda action: action.when.queued)
 
     def admitted(self, call: InflightCall) -> None:

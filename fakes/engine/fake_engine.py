@@ -134,7 +134,9 @@ class FakeEngine:
         Args:
             prompt_ids: tokens of the prompt.
             max_tokens: the budget; ``None`` for the model's length.
-            request_id: the engine's own handle of the call, for ``abort``.
+            request_id: the engine's own handle of the call, for ``abort``. One that is the id of a
+                rollout's request, or begins with it and ``-``, ``_``, ``:``, ``/`` or ``.``, says
+                to which request the call belongs.
             sampling: sampling parameters, recorded with the call.
             media: images or other media, recorded with the call.
             want_routes: return routes.
@@ -149,9 +151,10 @@ class FakeEngine:
         raises while paused.
         """
         ids = as_tokens(prompt_ids, what="prompt_ids")
+        call_id, owner = self._hooks.new_call(), self._hooks.owner(ids, request_id)
         call = Call(
-            call_id=self._hooks.new_call(),
-            request_id=self._hooks.owner(ids, request_id),
+            call_id=call_id,
+            request_id=owner.request_id,
             server_id=self.server_id,
             prompt_ids=ids,
             max_tokens=max_tokens,
@@ -161,6 +164,8 @@ class FakeEngine:
             want_logprobs=want_logprobs,
             routes_start=routes_start,
             stream=None if wire is None else wire.stream,
+            candidates=owner.candidates,
+            internal=owner.internal,
         )
         self._recorder.record(call)
         try:
@@ -374,7 +379,7 @@ class FakeEngine:
                 f"routes_start must be 0 to {length}, the length of the prompt, not"
                 f" {call.routes_start}."
             )
-        rejected = self._hooks.rejects(call.request_id)
+        rejected = self._hooks.rejects(self._hooks.acting(call))
         if rejected:
             self._recorder.record(
                 Fault(what="reject", server_id=self.server_id, call_id=call.call_id)
@@ -386,10 +391,10 @@ class FakeEngine:
         return empty_abort(call.call_id, self.flavour, self.label, want_logprobs=call.want_logprobs)
 
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
-        length = len(call.prompt_ids)
+        length, request_id = len(call.prompt_ids), self._hooks.acting(call)
         queued = InflightCall(
             call_id=call.call_id,
-            request_id=call.request_id,
+            request_id=request_id,
             server_id=self.server_id,
             rid=rid or f"call-{call.call_id}",
             ids=list(call.prompt_ids),
@@ -405,7 +410,8 @@ class FakeEngine:
             future=asyncio.get_running_loop().create_future(),
             state=self.policy.start_state(call.prompt_ids),
             ends=self._ends,
-            watched=self._hooks.watches(call.request_id),
+            watched=self._hooks.watches(request_id),
+            draw=self._hooks.draw(call.prompt_ids, call.sampling),
             root=root_of(call.sampling),
         )
         self._scheduler.add(queued)

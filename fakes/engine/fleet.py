@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 from rollproof.core.case import Action, Case
@@ -20,19 +19,17 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import describe_error
 from rollproof.core.events.rollout import (
     Fault,
-    Observation,
-    Result,
-    Submit,
     Update,
     UpdatePhase,
     Weights,
 )
-from rollproof.core.records import FinishReason, Version
+from rollproof.core.records import Version
 from rollproof.core.trace import Recorder
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.balancer import Balancer
+from rollproof.fakes.engine.call_owners import CURRENT_REQUEST, CallOwners, internal_calls
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine, harness_acts
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
@@ -41,9 +38,6 @@ from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.exception_policy import reraise_foreign
 
 __all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
-
-CURRENT_REQUEST: ContextVar[str | None] = ContextVar("rollproof_current_request", default=None)
-"""The request that the running task works for; set by the caller of ``rollout``."""
 
 Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
 
@@ -64,7 +58,9 @@ class Fleet:
         self.policy: CodedPolicy = CodedPolicy.from_model(case.model, case.seed)
         self.pause_mode: PauseMode = case.pause_mode
         self.clear_cache: bool = case.clear_cache
-        self.schedule: Schedule = Schedule(case.actions, self._owner, self._fire)
+        owners = CallOwners(case.requests, recorder)
+        self.schedule: Schedule = Schedule(case.actions, owners.of, self._fire, owners.draw)
+        owners.latest = self.schedule.latest
         self.updates_failed: int = 0
         longest = max(
             len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns))
@@ -136,6 +132,16 @@ class Fleet:
     def ray_handles(self) -> dict[str, RayHandle]:
         """Return Ray-style handles of the servers, by id."""
         return {name: RayHandle(server) for name, server in self.servers.items()}
+
+    def internal(self) -> AbstractContextManager[None]:
+        """Return a context manager: the engine calls inside belong to no request.
+
+        For health checks, warm-up calls and judges that run inside a rollout::
+
+            with fleet.internal():
+                await server.generate(prompt_ids=[1], max_tokens=1)
+        """
+        return internal_calls()
 
     def next_version(self) -> int:
         """Return a new label."""
@@ -377,111 +383,6 @@ class Fleet:
         )
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
-
-    def _owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
-        """Return the request of a call: the task's, or the one with the longest matching prompt."""
-        # A client may use the id of its request as the handle of its calls; then there is no doubt.
-        # Else the task decides, and the prompt where the task cannot.
-        current = CURRENT_REQUEST.get()
-        if any(rid == request.request_id for request in self.case.requests):
-            return rid or ""
-        fitting = [
-            request
-            for request in self.case.requests
-            if prompt_ids[: len(request.prompt_ids)] == request.prompt_ids
-        ]
-        if current is not None and (
-            not fitting or any(request.request_id == current for request in fitting)
-        ):
-            return self._beginning(current, prompt_ids) or current
-        # A worker that serves several rollouts runs in the context of the one that started it, so
-        # there the prompt decides.
-        if not fitting:
-            return ""
-        longest = max(len(request.prompt_ids) for request in fitting)
-        twins = [request.request_id for request in fitting if len(request.prompt_ids) == longest]
-        return min(twins, key=lambda twin: self._unlikely(twin, prompt_ids))
-
-    def _beginning(self, current: str, prompt_ids: tuple[int, ...]) -> str | None:
-        """Return the request with the prompt of ``current`` that begins with this call, if the call
-        cannot continue ``current``.
-        """
-        if not self._ended_by_engine(current, prompt_ids):
-            return None
-        prompts = {
-            event.request.request_id: event.request.prompt_ids
-            for event in self.recorder.events
-            if isinstance(event, Submit)
-        }
-        ended = {event.request_id for event in self.recorder.events if isinstance(event, Result)}
-        fresh = [
-            twin
-            for twin, prompt in prompts.items()
-            if prompt == prompts.get(current) == prompt_ids and twin not in self.schedule.latest
-        ]
-        return next((twin for twin in fresh if twin not in ended), None)
-
-    def _ended_by_engine(self, request_id: str, prompt_ids: tuple[int, ...]) -> bool:
-        """Whether an engine ended the request's last call, so that a call with these ids begins
-        another one.
-
-        After a fault of that call it may be a retry: a client that never got the reply sends the
-        same prompt again.
-        """
-        last = self.schedule.latest.get(request_id)
-        if (
-            last is None
-            or last.ended is None
-            or last.ended[0] is FinishReason.ABORT
-            or len(prompt_ids) >= len(last.ids)
-        ):
-            return False
-        return not any(
-            isinstance(event, Fault) and event.call_id == last.call_id
-            for event in self.recorder.events
-        )
-
-    def _unlikely(
-        self, request_id: str, prompt_ids: tuple[int, ...]
-    ) -> tuple[bool, bool, bool, bool, bool, int]:
-        """Return the evidence against one of several requests with the same prompt, strongest
-        first.
-
-        It has ended; it was not submitted yet; it has a call in flight; an engine ended its last
-        call and this call starts over; the tokens added since its last call are not those of its
-        environment; the number of tokens that the call adds to its last one, or leaves out.
-        """
-        events = [
-            event
-            for event in self.recorder.events
-            if getattr(event, "request_id", None) == request_id
-        ]
-        ended = any(isinstance(event, Result) for event in events)
-        early = not any(
-            isinstance(event, Submit) and event.request.request_id == request_id
-            for event in self.recorder.events
-        )
-        last = self.schedule.latest.get(request_id)
-        if last is None:
-            return (ended, early, False, False, False, len(prompt_ids))
-        shorter = min(len(last.ids), len(prompt_ids))
-        same = next(
-            (i for i, (a, b) in enumerate(zip(last.ids, prompt_ids, strict=False)) if a != b),
-            shorter,
-        )
-        observed = next(
-            (event.token_ids for event in reversed(events) if isinstance(event, Observation)), ()
-        )
-        apart = len(prompt_ids) + len(last.ids) - 2 * same
-        over = self._ended_by_engine(request_id, prompt_ids)
-        return (
-            ended,
-            early,
-            not last.future.done(),
-            over,
-            prompt_ids[same:] not in ((), observed),
-            apart,
-        )
 
 
 async def _each(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

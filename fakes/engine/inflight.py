@@ -64,6 +64,7 @@ class InflightCall:
     stays_queued: the call may not leave the queue in this step.
     deferred: the engine has not checked yet whether the last token ends the call.
     watched: the hooks follow each of its tokens.
+    draw: which of several draws of its first token it gets; see ``EngineHooks.draw``.
     shares: its KV may go into the prefix cache, below ``root``; not after the cache was cleared.
     keys, labels: marks; from this many tokens on, tokens are sampled under this key and shown
         under this label.
@@ -93,6 +94,7 @@ class InflightCall:
     stays_queued: bool = False
     deferred: bool = False
     watched: bool = False
+    draw: int = 0
     shares: bool = True
     root: Hashable = None
     cached: int | None = None

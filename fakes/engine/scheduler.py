@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
+from rollproof.core.call_ownership import CallOwner
 from rollproof.core.case import EngineOptions
 from rollproof.core.error_text import describe_error_with_place
-from rollproof.core.events.rollout import Admit, Reply
-from rollproof.core.records import FinishReason, Version
+from rollproof.core.events.rollout import Admit, Call, Reply
+from rollproof.core.records import FinishReason, Scalar, Version
 from rollproof.core.trace import Recorder
 from rollproof.errors import RollproofError, SubjectError
-from rollproof.fakes.coded.policy import CodedPolicy
+from rollproof.fakes.coded.policy import CodedPolicy, PrefixState
 from rollproof.fakes.engine.flavours import Flavour
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.kv_cache import PrefixCache
@@ -38,9 +39,17 @@ class EngineHooks:
         self._calls += 1
         return self._calls
 
-    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
+    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> CallOwner:
         """Return the request that a call belongs to."""
-        return rid or ""
+        return CallOwner(request_id=rid or "")
+
+    def acting(self, call: Call) -> str:
+        """Return the request whose actions a call triggers; called while the call is made."""
+        return call.request_id
+
+    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> int:
+        """Return which of several draws of the first token this call gets, from 0."""
+        return 0
 
     def rejects(self, request_id: str) -> bool:
         """Whether this call is turned away."""
@@ -143,7 +152,7 @@ class Scheduler:
             if not was_decoding and len(call.ids) >= call.limit:
                 self.end(call, FinishReason.LENGTH)
                 continue
-            token = policy.next_token(call.key, call.state)
+            token = policy.next_token(call.key, self._drawn_from(call))
             call.state = policy.extend(call.state, token)
             call.ids.append(token)
             if call.wire is not None and call.wire.on_token is not None:
@@ -236,6 +245,14 @@ class Scheduler:
         self.queue.clear()
         self.cache.clear()
         return lost
+
+    def _drawn_from(self, call: InflightCall) -> PrefixState:
+        """Return the state from which the next token of a call is drawn."""
+        # The samples of one prompt differ from their first token on, so that one can be told from
+        # another. What follows depends on the tokens so far alone, as logprobs and routes do.
+        if call.sampled or not call.draw:
+            return call.state
+        return self._policy.extend(call.state, call.draw % self._policy.vocab)
 
     def _eligible(self, only_started: bool) -> Iterator[InflightCall]:
         for call in tuple(self.queue):

@@ -1,8 +1,9 @@
 """Requests and samples that clients report to a fake server, and which request a call belongs to.
 
 A server sees calls. A client may name the request of a call (header ``x-rollproof-request``), or
-use the request's id as the call's handle. Otherwise the tokens decide: a call belongs to an open
-request if it begins with its prompt, or if it continues exactly where an earlier call was aborted.
+use the request's id as the call's handle or as the beginning of it (``r0-1``). Otherwise the tokens
+decide: a call belongs to an open request if it begins with its prompt, or if it continues exactly
+where an earlier call was aborted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from rollproof.core.call_ownership import Owners
+from rollproof.core.call_ownership import CallOwner, Owners, named_request
 from rollproof.core.case import Action
 from rollproof.core.events.rollout import Result, Submit
 from rollproof.core.record_validation import validate_request, validate_rollout
@@ -79,13 +80,13 @@ class Samples:
         self._ended.add(request_id)
         self._recorder.record(Result(request_id=request_id, rollout=rollout, error=error))
 
-    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
+    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> CallOwner:
         """Return the request of a new call, or the call's own handle if it is not known."""
         request_id = self._request_of(prompt_ids, rid or "")
         self._count += 1
         self._owners.asks(self._count, request_id)
         self._calls[rid or ""] = (self._count, request_id)
-        return request_id
+        return CallOwner(request_id=request_id)
 
     def answered(self, rid: str, prompt_ids: tuple[int, ...], output: EngineOutput | None) -> None:
         """Note that the call ``rid`` has ended; if it was aborted, the next call may resume it."""
@@ -101,8 +102,9 @@ class Samples:
         by_header = CURRENT_REQUEST.get()
         if by_header is not None:
             return by_header
-        if rid in self._owners:
-            return rid
+        named = named_request(rid, self._owners)
+        if named is not None:
+            return named
         if self._owners.ids:
             try:
                 candidates = self._owners.of(prompt_ids)
@@ -137,7 +139,7 @@ class CallAttribution(Schedule):
         """Fire what is due while the call waits."""
         fired = super().queued(call)
         # a schedule keeps the last call of each request; a server has no end of requests
-        del self.latest[call.request_id]
+        self.latest.pop(call.request_id, None)
         return fired
 
     def _perform(self, action: Action, call: InflightCall) -> None:

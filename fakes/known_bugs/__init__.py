@@ -21,6 +21,7 @@ from rollproof.fakes.known_bugs import (
     released_stacks,
     replay,
     routes,
+    sample_sources,
     stitch,
     versions,
     weights,
@@ -31,6 +32,7 @@ __all__ = ["KNOWN_BUGS"]
 
 KNOWN_BUGS: tuple[KnownBug, ...] = (
     *stitch.BUGS,
+    *sample_sources.BUGS,
     *logprobs_masks.BUGS,
     *routes.BUGS,
     *engine_capture.BUGS,

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rollproof.core.records import Request
 from rollproof.errors import UsageError
 
-__all__ = ["CURRENT", "Owners", "Running", "here"]
+__all__ = ["CURRENT", "CallOwner", "Owners", "Running", "here", "named_request"]
+
+_SEPARATORS = "-_:/."
+"""What may follow the id of a request in the handle of one of its calls: ``r0-1``, ``r0/retry``."""
 
 
 def here() -> tuple[int, int]:
@@ -26,6 +29,34 @@ def here() -> tuple[int, int]:
     except RuntimeError:
         task = None
     return threading.get_ident(), 0 if task is None else id(task)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallOwner:
+    """The request to which an engine call belongs; fields as in ``Call``.
+
+    acting: The request whose planned actions the call triggers, if ``request_id`` leaves it open.
+    """
+
+    request_id: str = ""
+    candidates: tuple[str, ...] = ()
+    internal: bool = False
+    acting: str = ""
+
+
+def named_request(handle: str | None, request_ids: Container[str]) -> str | None:
+    """Return the request that a call's handle names: the handle is its id, or begins with its id
+    and a separator (``-``, ``_``, ``:``, ``/`` or ``.``).
+    """
+    if not handle:
+        return None
+    if handle in request_ids:
+        return handle
+    # "r0-1" may be an id itself: the longest is meant
+    for end in range(len(handle) - 1, 0, -1):
+        if handle[end] in _SEPARATORS and handle[:end] in request_ids:
+            return handle[:end]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ rollproof's own engine ran and ``None`` elsewhere. The kinds of events are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -164,6 +164,10 @@ class Recorder:
     def events(self) -> tuple[Event, ...]:
         """Everything recorded so far, unless ``keep=False``."""
         return tuple(self._events)
+
+    def since(self, index: int) -> Sequence[Event]:
+        """Return what was recorded from ``index`` on, unless ``keep=False``."""
+        return self._events[index:]
 
     def trace(self, header: Header) -> Trace:
         """Return the finished trace."""

@@ -40,6 +40,7 @@ from rollproof.judging.checks import (
     TraceJudge,
     Verdict,
 )
+from rollproof.judging.guessed_calls import GuessedCalls
 from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.preceding_events import PrecedingEvents
@@ -213,7 +214,9 @@ class Judge:
             oracle=oracle,
         )
         self._tally = tally
-        self._calls: dict[int, tuple[RequestView, Attempt]] = {}
+        self._calls: dict[int, tuple[RequestView | None, Attempt]] = {}
+        self._driven = header.case is not None
+        self._guessed = GuessedCalls()
         self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)
         self._plan = tally.plan(header.contract, header.about)
         self._trace_checks = [make(self.context) for make, _ in self._plan.traces]
@@ -272,7 +275,7 @@ class Judge:
         if event.call_id in self._calls:
             view, attempt = self._calls[event.call_id]
             attempt.replies.append(event)
-            if not event.delivered and streamed(attempt):
+            if view is not None and not event.delivered and streamed(attempt):
                 assign_partial_replies(view)
 
     def _call(self, event: Call) -> None:
@@ -284,7 +287,13 @@ class Judge:
             if attempt.number and (streamed(view.attempts[-2]) or view.attempts[-2].broke):
                 assign_partial_replies(view)
         # A recorder without request ids attributes calls by prompt; requests of a group share
-        # theirs.
+        # theirs. It may miss calls: only those of a driven run are resolved, when a request ends.
+        if self._driven:
+            if event.candidates and not event.request_id:
+                attempt = Attempt(number=0, call=event)
+                self._calls[event.call_id] = (None, attempt)
+                self._guessed.add(attempt)
+            return
         for request_id in event.candidates:
             if request_id in self.context.open:
                 self.context.open[request_id].unattributed_calls = True
@@ -337,7 +346,7 @@ class Judge:
         if event.call_id in self._calls:
             view, attempt = self._calls[event.call_id]
             attempt.faults.append(event)
-            if attempt.broke:
+            if view is not None and attempt.broke:
                 assign_partial_replies(view)
 
     def _precede(self, event: Event) -> None:
@@ -354,6 +363,8 @@ class Judge:
             assign_partial_replies(view)
         # While the request was open, neighbours may have computed values from an incomplete view.
         view.settle()
+        if self._driven:
+            self._settle_owners(view)
         view.neighbours = [
             *self._ended,
             *(
@@ -385,6 +396,11 @@ class Judge:
         # Ended requests stay neighbours for a while, since swapped results often end one after the
         # other.
         self._ended.append(view)
+
+    def _settle_owners(self, view: RequestView) -> None:
+        """Resolve which calls are those of a request that has ended."""
+        others = [other for other in self.context.open.values() if other is not view]
+        self._guessed.settle(view, others)
 
 
 def _feed_event(trace_check: TraceCheck, event: Event, out: Collector) -> None:

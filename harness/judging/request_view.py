@@ -22,6 +22,9 @@ from rollproof.judging.weight_history import WeightHistory
 
 __all__ = ["RequestView"]
 
+_PROMPT = ("lost-reply", "duplicate-reply")
+"""Faults of a reply that do not delay it: another call was then made without waiting for it."""
+
 
 class RequestView:
     """One ended request: its options, its engine calls, their replies, and the delivered sample.
@@ -115,18 +118,20 @@ class RequestView:
 
     @property
     def overlapping_calls(self) -> bool:
-        """Whether two calls of the same prompt overlapped and both were answered, without a fault.
+        """Whether two calls of the same prompt overlapped and both were answered, without a fault
+        or by an answer that was lost.
 
-        The trace does not show which of the answers was used.
+        The trace does not show which of the answers was used: a client that is told of the lost
+        one may have dropped the other one as well.
         """
-        unharmed = [
+        answered = [
             attempt
             for attempt in self.attempts
-            if attempt.consumed is not None and not attempt.faults
+            if attempt.replies and all(fault.what in _PROMPT for fault in attempt.faults)
         ]
-        for earlier, later in pairwise(unharmed):
-            reply = earlier.consumed
-            overlap = reply is not None and earlier.call.index < later.call.index < reply.index
+        for earlier, later in pairwise(answered):
+            reply = earlier.replies[0]
+            overlap = earlier.call.index < later.call.index < reply.index
             # Overlapping calls of different prompts are a restart or a resume, which the prompts
             # tell apart.
             if overlap and earlier.call.prompt_ids == later.call.prompt_ids:

@@ -78,8 +78,9 @@ class LifecycleNoOrphanCalls(EventCheck):
         for attempt in view.attempts if view is not None else ():
             call = self._open.get(attempt.call.call_id)
             # A queued call that was never admitted costs nothing, and a hung request was given up
-            # by the run.
-            if call is not None and call.admitted and not event.hung:
+            # by the run. A call whose owner is a guess may be that of a request that goes on.
+            goes_on = any(name in self.context.open for name in attempt.call.candidates)
+            if call is not None and call.admitted and not event.hung and not goes_on:
                 call.outlived = event
             elif call is not None:
                 del self._open[attempt.call.call_id]

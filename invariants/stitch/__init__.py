@@ -11,6 +11,7 @@ CHECKS: tuple[Check, ...] = (
     samples.stitch_prompt,
     samples.stitch_request_id,
     samples.stitch_tokens,
+    samples.stitch_sampled_by_engine,
     environment.stitch_environment_tokens,
     samples.stitch_matches_unbroken,
     samples.stitch_caller_objects,

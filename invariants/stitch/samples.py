@@ -23,6 +23,7 @@ __all__ = [
     "stitch_matches_unbroken",
     "stitch_prompt",
     "stitch_request_id",
+    "stitch_sampled_by_engine",
     "stitch_tokens",
 ]
 
@@ -140,6 +141,70 @@ def stitch_tokens(view: RequestView, out: Collector) -> None:
 
 
 @request_check(
+    "stitch.sampled-by-engine",
+    promise="A sample comes from engine calls that were made for its own request.",
+    needs="a delivered sample with tokens, in a run of which every engine call is known",
+    exercised_by="samples with engine calls",
+)
+def stitch_sampled_by_engine(view: RequestView, out: Collector) -> None:
+    """Look for samples of requests for which no engine was called.
+
+    ``stitch.tokens`` compares a sample with the replies to the calls of its request.
+    """
+    rollout = view.rollout
+    if rollout is None:
+        out.absent(missing_reason(view))
+        return
+    response, mask = rollout.response_ids, rollout.loss_mask
+    if any(attempt.replies for attempt in view.attempts):
+        out.exercised("samples with engine calls", int(bool(response)))
+        return
+    # Stacks fill up a batch with dummies that are not trained on.
+    if not response or (mask is not None and not mask.any()):
+        return
+    if not _was_run(view):
+        out.absent("a recording may miss engine calls")
+        return
+    source = _source(view, response)
+    out.finding(
+        f"A sample of {count(len(response), 'token')} came from no engine call of its request"
+        + (f", but from request {source}" if source else ""),
+        kind="the sample of another request" if source else "a sample that no engine sampled",
+        expected="tokens that replies to calls of this request brought",
+        observed=(
+            f"{window(response, 0)}; "
+            + (
+                f"request {source} received these tokens, and they were used twice"
+                if source
+                else "no engine was called for this request"
+                if not view.attempts
+                else f"none of its {count(len(view.attempts), 'call')} was answered"
+            )
+        ),
+        where=view.place(),
+        hint=(
+            "Each sample of a prompt (n > 1) needs a draw of its own: call the engine once for each"
+            " of them, or with n, and give no reply to two requests, from a cache or otherwise."
+            if source
+            else "A mock, a cache or a default answered instead of an engine. If an engine was"
+            " called, give that call the id of the request as its handle (request_id=)."
+        ),
+    )
+
+
+def _source(view: RequestView, response: tuple[int, ...]) -> str | None:
+    """Return the other request to which an engine sent exactly these tokens."""
+    return next(
+        (
+            other.request.request_id
+            for other in view.neighbours
+            if other.stitched.response_ids[: len(response)] == response
+        ),
+        None,
+    )
+
+
+@request_check(
     "stitch.matches-unbroken",
     promise=(
         "If the weights did not change, a resumed rollout is the one that a single call would"
@@ -192,6 +257,9 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     # instead of made.
     expected = oracle.choices(version, ids, len(view.request.prompt_ids)).tolist()
     actual = list(delivered.rollout.response_ids[: delivered.count])
+    # The samples of one prompt differ in a first token that is drawn for each of them.
+    if view.request.group is not None:
+        expected[:1] = actual[:1]
     if expected == actual:
         return
     differing = [i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b]

@@ -15,7 +15,6 @@ from rollproof.core.events.rollout import (
     Admit,
     Call,
     Fault,
-    Observation,
     Reply,
     Result,
     Resume,
@@ -273,21 +272,42 @@ def test_calls_are_attributed_by_their_task() -> None:
     assert current == [None]
 
 
+def _twins(*names: str) -> tuple[Request, ...]:
+    return tuple(replace(R0, request_id=name, group="g") for name in names)
+
+
+async def _acting(fleet: Fleet, prompt_ids: tuple[int, ...], **fields: Any) -> str:
+    """Make a call, and return the request whose actions it triggers."""
+    call = asyncio.ensure_future(
+        fleet.servers["s0"].generate(prompt_ids=prompt_ids, max_tokens=2, **fields)
+    )
+    await asyncio.sleep(0)
+    acting = fleet.servers["s0"].in_flight[-1].request_id
+    await call
+    return acting
+
+
 def test_twins_differ_by_their_tokens() -> None:
-    """Of requests with equal prompts, a call belongs to the one without a call in flight, then to
-    the one that it continues.
+    """In no task a call with the prompt of several requests belongs to one of them, and triggers
+    the actions of one that has none in flight; a call that continues tokens goes with them.
     """
 
     async def main() -> None:
-        twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
-        fleet = fleet_of(requests=twins)
-        server = fleet.servers["s0"]
-        first = asyncio.ensure_future(server.generate(prompt_ids=(11, 12), max_tokens=2))
+        fleet = fleet_of(requests=_twins("a", "b"))
+        for request in fleet.case.requests:
+            fleet.recorder.record(Submit(request=request))
+        prompt = R0.prompt_ids
+        first = asyncio.ensure_future(_acting(fleet, prompt))
         await asyncio.sleep(0.5)
-        await server.generate(prompt_ids=(11, 12), max_tokens=1)
-        output = await first
-        await server.generate(prompt_ids=(11, 12, *output.token_ids), max_tokens=1)
-        assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "a"]
+        assert "b" == await _acting(fleet, prompt)
+        assert "a" == await first
+        tokens = [reply.output.token_ids for reply in seen(fleet, Reply)]
+        assert tokens[0][0] != tokens[1][0]
+        assert "a" == await _acting(fleet, (*prompt, *tokens[0]))
+        assert "b" == await _acting(fleet, (*prompt, *tokens[1]))
+        assert [("", ("a", "b"))] * 4 == [
+            (call.request_id, call.candidates) for call in seen(fleet, Call)
+        ]
 
     on_clock(main)
 
@@ -298,39 +318,114 @@ def test_a_twin_whose_reply_was_lost_calls_again() -> None:
     """
 
     async def main() -> None:
-        twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
-        fleet = fleet_of(requests=twins)
-        server = fleet.servers["s0"]
-        await server.generate(prompt_ids=(11, 12), max_tokens=2)
-        await server.generate(prompt_ids=(11, 12), max_tokens=1)
-        fleet.recorder.record(
-            Fault(what="lost-reply", server_id="s0", call_id=seen(fleet, Call)[0].call_id)
-        )
-        await server.generate(prompt_ids=(11, 12), max_tokens=2)
-        assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "a"]
+        fleet = fleet_of(requests=_twins("a", "b"))
+        for request in fleet.case.requests:
+            fleet.recorder.record(Submit(request=request))
+        assert "a" == await _acting(fleet, R0.prompt_ids)
+        assert "b" == await _acting(fleet, R0.prompt_ids)
+        lost = seen(fleet, Call)[0].call_id
+        fleet.recorder.record(Fault(what="lost-reply", server_id="s0", call_id=lost))
+        assert "a" == await _acting(fleet, R0.prompt_ids)
 
     on_clock(main)
 
 
-def test_twins_with_equal_tokens_differ_by_their_turns() -> None:
-    """A call after a turn of the environment belongs to the request that had that turn, and not to
-    one that has ended.
+@pytest.mark.parametrize("handle", ["b", "b-1", "b_1", "b:1", "b/1", "b.1"])
+def test_a_handle_names_the_request_of_a_call(handle: str) -> None:
+    """A handle that is the id of a request, or begins with it and a separator, decides between
+    requests with one prompt.
     """
 
     async def main() -> None:
-        twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b", "c"))
-        fleet = fleet_of(requests=twins)
-        server = fleet.servers["s0"]
-        calls = [
-            asyncio.ensure_future(server.generate(prompt_ids=(11, 12), max_tokens=2)) for _ in twins
+        fleet = fleet_of(requests=_twins("a", "b"))
+        assert "b" == await _acting(fleet, R0.prompt_ids, request_id=handle)
+        assert [("b", ())] == [(call.request_id, call.candidates) for call in seen(fleet, Call)]
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize("handle", ["bb", "b1", "b#1", "1-b", ""])
+def test_another_handle_names_no_request(handle: str) -> None:
+    """A handle that only resembles the id of a request says nothing."""
+
+    async def main() -> None:
+        fleet = fleet_of(requests=_twins("a", "b"))
+        for request in fleet.case.requests:
+            fleet.recorder.record(Submit(request=request))
+        await _acting(fleet, R0.prompt_ids, request_id=handle)
+        assert [("", ("a", "b"))] == [
+            (call.request_id, call.candidates) for call in seen(fleet, Call)
         ]
-        replies = await asyncio.gather(*calls)
-        ids = (11, 12, *replies[0].token_ids)
-        fleet.recorder.record(Result(request_id="a", error="x"))
-        fleet.recorder.record(Observation(request_id="c", token_ids=(40,)))
-        await server.generate(prompt_ids=(*ids, 40), max_tokens=1)
-        await server.generate(prompt_ids=ids, max_tokens=1)
-        assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "c", "c", "b"]
+
+    on_clock(main)
+
+
+def test_an_internal_call_belongs_to_no_request() -> None:
+    """Inside ``fleet.internal()`` neither task nor prompt nor handle attribute a call; after it
+    they do.
+    """
+
+    async def main() -> None:
+        fleet = fleet_of()
+        CURRENT_REQUEST.set("r0")
+        with fleet.internal():
+            await fleet.servers["s0"].generate(
+                prompt_ids=R0.prompt_ids, max_tokens=1, request_id="r0"
+            )
+        await fleet.servers["s0"].generate(prompt_ids=R0.prompt_ids, max_tokens=1)
+        assert [("", True), ("r0", False)] == [
+            (call.request_id, call.internal) for call in seen(fleet, Call)
+        ]
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [
+        ({}, 3),
+        ({"temperature": 1.0}, 3),
+        ({"temperature": 0}, 1),
+        ({"top_k": 1}, 1),
+        ({"seed": 5}, 1),
+        ({"sampling_seed": 5}, 1),
+    ],
+)
+def test_samples_of_one_prompt_are_drawn_apart(sampling: dict[str, Any], count: int) -> None:
+    """Each call that begins a sample gets a draw of its own, but greedy calls and those with the
+    same seed; every token but the first is the policy's.
+    """
+
+    async def main() -> None:
+        fleet = fleet_of(requests=_twins("a", "b", "c"))
+        server = fleet.servers["s0"]
+        replies = await asyncio.gather(
+            *(
+                server.generate(prompt_ids=R0.prompt_ids, max_tokens=4, sampling=sampling)
+                for _ in range(3)
+            )
+        )
+        assert count == len({reply.token_ids for reply in replies})
+        for reply in replies:
+            ids = (*R0.prompt_ids, *reply.token_ids)
+            drawn = fleet.policy.choices(0, ids, len(R0.prompt_ids) + 1).tolist()
+            assert drawn == list(reply.token_ids[1:])
+
+    on_clock(main)
+
+
+def test_two_seeds_draw_apart() -> None:
+    """A seed is a draw of its own."""
+
+    async def main() -> None:
+        fleet = fleet_of(requests=_twins("a", "b"))
+        first, second = [
+            await fleet.servers["s0"].generate(
+                prompt_ids=R0.prompt_ids, max_tokens=4, sampling={"seed": seed}
+            )
+            for seed in (5, 6)
+        ]
+        assert first.token_ids != second.token_ids
 
     on_clock(main)
 

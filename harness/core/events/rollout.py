@@ -62,8 +62,10 @@ class Call(Event):
         request_id: The caller's request; ``""`` if the recorder cannot attribute the call.
         max_tokens: The granted budget.
         stream: How the reply is streamed, if it is.
-        candidates: The requests to one of which an unattributed call belongs. What those received
-            is then not known.
+        candidates: The requests to one of which the call belongs, or possibly to none, if that is
+            not certain. ``request_id`` is then a guess, or ``""``.
+        internal: Whether the stack declared that the call belongs to no request
+            (``fleet.internal()``).
         end_tokens: The model's own end tokens, which end the call; empty if the call ignores them.
             ``None``: not known.
         stop_token_ids: Further tokens that end the call.
@@ -84,6 +86,7 @@ class Call(Event):
     stream: StreamMode | None = None
     # requests that share a prompt (n > 1) cannot always be distinguished, and nothing is guessed
     candidates: tuple[str, ...] = ()
+    internal: bool = False
     end_tokens: tuple[int, ...] | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop_string_tokens: tuple[int, ...] = ()

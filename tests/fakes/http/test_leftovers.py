@@ -91,5 +91,5 @@ def test_what_was_cut_off_is_known_again_and_takes_little() -> None:
 
     assert used < 200_000
     assert ["r200", "other", "other"] == [
-        samples.owner((token, *cut.token_ids), "other") for token in (200, 200, 300)
+        samples.owner((token, *cut.token_ids), "other").request_id for token in (200, 200, 300)
     ]

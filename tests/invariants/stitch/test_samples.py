@@ -441,6 +441,75 @@ class TestTokens:
         )
 
 
+class TestSampledByEngine:
+    """``stitch.sampled-by-engine``."""
+
+    ID = "stitch.sampled-by-engine"
+
+    @staticmethod
+    def _second(tokens: tuple[int, ...], **fields: Any) -> TraceScript:
+        """Request r1 without a call, with a sample of ``tokens``, after r0 with one."""
+        driven = fields.pop("driven", True)
+        first = script_rollout(
+            ScriptedCall(tokens=(11, 12, 13), reason="length"),
+            budget=3,
+            driven=driven,
+            loss_mask=True,
+        )
+        return script_rollout(
+            request_id="r1",
+            script=first,
+            sample={
+                "response": tokens,
+                "logprobs": (-1.0,) * len(tokens),
+                "finish_reason": FinishReason.LENGTH,
+                "loss_mask": np.array(fields.pop("mask", [1] * len(tokens))),
+            },
+            budget=3,
+        )
+
+    def test_a_sample_with_a_call_passes(self) -> None:
+        """One reply is enough; whether its tokens are the sample's is stitch.tokens' to say."""
+        passes(
+            self.ID,
+            script_rollout(ScriptedCall(tokens=(11,), reason="stop")),
+            samples_with_engine_calls=1,
+        )
+
+    def test_a_made_up_sample_is_found(self) -> None:
+        """No engine was called, and no other request received these tokens."""
+        finding = finds(self.ID, self._second((7, 8, 9)))
+        assert "A sample of 3 tokens came from no engine call of its request" == finding.title
+        assert "a sample that no engine sampled" == finding.kind
+        assert "[7, 8, 9]; no engine was called for this request" == finding.observed
+        assert finding.hint.startswith("A mock, a cache or a default answered instead of an engine")
+
+    def test_the_reply_to_another_request_is_found(self) -> None:
+        """The finding names the request that received the tokens, and the hint is another."""
+        finding = finds(self.ID, self._second((11, 12, 13)))
+        assert "the sample of another request" == finding.kind
+        assert finding.title.endswith("no engine call of its request, but from request r0")
+        assert "[11, 12, 13]; request r0 received these tokens, and they were used twice" == (
+            finding.observed
+        )
+        assert finding.hint.startswith("Each sample of a prompt (n > 1) needs a draw of its own")
+
+    def test_a_recording_is_not_judged(self) -> None:
+        """It may have missed the call."""
+        story = self._second((7, 8, 9), driven=False)
+        result = check(self.ID, story)
+        assert (Verdict.PASS, 0) == (result.verdict, result.found)
+        alone = TraceScript(driven=False)
+        alone.submit()
+        alone.result(prompt=(1, 2), response=(7,), logprobs=(-1.0,))
+        unknown(self.ID, alone, "a recording may miss engine calls")
+
+    def test_what_is_not_trained_on_is_not_judged(self) -> None:
+        """Stacks fill up a batch with dummies, and an empty sample needs no engine."""
+        for story in (self._second((7, 8), mask=[0, 0]), self._second(())):
+            passes(self.ID, story, samples_with_engine_calls=1)
+
+
 class TestMatchesUnbroken:
     """``stitch.matches-unbroken``."""
 

@@ -1,0 +1,181 @@
+"""Which request of a case an engine call belongs to.
+
+In order of certainty: the stack says that it belongs to none (``Fleet.internal``); the handle of
+the call names a request; its tokens begin with the prompt of one request only, or continue what one
+request sampled; its task works for a request. What the last two leave open is a guess. The call
+then lists the requests to which it may belong: the judge decides by the delivered samples, or
+leaves the call out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from rollproof.core.call_ownership import CallOwner, named_request
+from rollproof.core.events.rollout import Fault, Result, Submit
+from rollproof.core.records import FinishReason, Request, Scalar
+from rollproof.core.trace import Recorder
+from rollproof.fakes.engine.inflight import InflightCall
+
+__all__ = ["CURRENT_REQUEST", "CallOwners", "internal_calls"]
+
+CURRENT_REQUEST: ContextVar[str | None] = ContextVar("rollproof_current_request", default=None)
+"""The request that the running task works for; set by the caller of ``rollout``."""
+
+_INTERNAL: ContextVar[bool] = ContextVar("rollproof_internal_calls", default=False)
+_SEEDS = ("seed", "sampling_seed")
+
+
+@contextmanager
+def internal_calls() -> Iterator[None]:
+    """Let the calls inside belong to no request."""
+    token = _INTERNAL.set(True)
+    try:
+        yield
+    finally:
+        _INTERNAL.reset(token)
+
+
+class CallOwners:
+    """The requests of a case and what is known of their calls.
+
+    ``latest`` has the last call of each request that entered a queue.
+    """
+
+    def __init__(self, requests: Iterable[Request], recorder: Recorder) -> None:
+        self.latest: Mapping[str, InflightCall] = {}
+        self._requests = {request.request_id: request for request in requests}
+        self._recorder = recorder
+        self._read = 0
+        self._open: set[str] = set()
+        self._faulty: set[int] = set()
+        self._last: dict[str, CallOwner] = {}
+        prompts = [request.prompt_ids for request in self._requests.values()]
+        self._draws = {prompt: 0 for prompt in prompts if prompts.count(prompt) > 1}
+
+    def of(self, prompt_ids: tuple[int, ...], rid: str | None) -> CallOwner:
+        """Return the request of a call."""
+        self._catch_up()
+        if _INTERNAL.get():
+            return CallOwner(internal=True)
+        fitting = [
+            name
+            for name, request in self._requests.items()
+            if prompt_ids[: len(request.prompt_ids)] == request.prompt_ids
+        ]
+        named, current = named_request(rid, self._requests), CURRENT_REQUEST.get()
+        if not fitting:
+            # a call with a wrong prompt, or one for another purpose
+            guess = named or current or ""
+            return CallOwner(request_id=guess, candidates=(guess,) if guess else ())
+        if named is not None and named in fitting:
+            # handles of a stack's own making may look like ids: then the task contradicts them
+            doubted = current in fitting and current in self._open and current != named
+            owner = CallOwner(
+                request_id=named, candidates=(current,) if doubted and current else ()
+            )
+        else:
+            owner = self._by_tokens(prompt_ids, fitting, current)
+        self._last[owner.request_id or owner.acting] = owner
+        return owner
+
+    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> int:
+        """Return which draw of its first token a call gets.
+
+        The calls that begin samples of one prompt get one after the other, unless they are greedy;
+        a seed is a draw of its own, the same for each call with it.
+        """
+        if prompt_ids not in self._draws or _greedy(sampling):
+            return 0
+        seed = next((sampling[name] for name in _SEEDS if sampling.get(name) is not None), None)
+        if seed is not None:
+            return seed if isinstance(seed, int) else 0
+        self._draws[prompt_ids] += 1
+        return self._draws[prompt_ids] - 1
+
+    def _by_tokens(
+        self, prompt_ids: tuple[int, ...], fitting: list[str], current: str | None
+    ) -> CallOwner:
+        live = [name for name in fitting if name in self._open]
+        own = current if current in (live or fitting) else None
+        if len(fitting) == 1:
+            # in the task of another request it may be a call for another purpose
+            elsewhere = own is None and current in self._open
+            return CallOwner(request_id=fitting[0], candidates=(fitting[0],) if elsewhere else ())
+        continued = self._continued(prompt_ids, fitting)
+        if continued is not None:
+            # a sequence stays whole: its calls are as certain as the one that began it
+            return self._last[continued]
+        # one prompt may be the beginning of another: the longer one is the more likely owner
+        longest = max(len(self._requests[name].prompt_ids) for name in live or fitting)
+        prompt = self._requests[own].prompt_ids if own else prompt_ids[:longest]
+        twins = [name for name in live or fitting if self._requests[name].prompt_ids == prompt]
+        if own is None:
+            if len(twins) == 1:
+                return CallOwner(request_id=twins[0])
+            return CallOwner(candidates=tuple(twins), acting=min(twins, key=self._busy))
+        fresh = [name for name in twins if name != own and name not in self.latest]
+        begins_another = prompt_ids == prompt and self._ended_by_engine(own)
+        owner = fresh[0] if begins_another and fresh else own
+        return CallOwner(
+            request_id=owner, candidates=tuple(name for name in twins if name != owner)
+        )
+
+    def _continued(self, prompt_ids: tuple[int, ...], fitting: list[str]) -> str | None:
+        """Return the request with the sampled tokens that a call continues, if there is one."""
+        shared = {name: self._shared(name, prompt_ids) for name in fitting}
+        most = max(shared.values())
+        best = [name for name, count in shared.items() if count == most]
+        return best[0] if most and len(best) == 1 else None
+
+    def _shared(self, name: str, prompt_ids: tuple[int, ...]) -> int:
+        """Return how many tokens that a request sampled a call sends."""
+        last, start = self.latest.get(name), len(self._requests[name].prompt_ids)
+        if last is None:
+            return 0
+        pairs = zip(last.ids[start:], prompt_ids[start:], strict=False)
+        return next(
+            (count for count, (a, b) in enumerate(pairs) if a != b),
+            min(len(last.ids), len(prompt_ids)) - start,
+        )
+
+    def _busy(self, name: str) -> int:
+        """Return the evidence against a request that may begin with a call: none, if it has not
+        called yet; most, if a call of it is in flight.
+        """
+        last = self.latest.get(name)
+        if last is None:
+            return 0
+        return 3 if not last.future.done() else 2 if self._ended_by_engine(name) else 1
+
+    def _ended_by_engine(self, name: str) -> bool:
+        """Whether an engine ended the request's last call, so that a call with its prompt begins
+        another one.
+
+        After a fault of that call it may be a retry: a client that never got the reply sends the
+        same prompt again.
+        """
+        last = self.latest.get(name)
+        return (
+            last is not None
+            and last.ended is not None
+            and last.ended[0] is not FinishReason.ABORT
+            and last.call_id not in self._faulty
+        )
+
+    def _catch_up(self) -> None:
+        """Read what was recorded since the last time."""
+        for event in self._recorder.since(self._read):
+            self._read = event.index + 1
+            if isinstance(event, Submit):
+                self._open.add(event.request.request_id)
+            elif isinstance(event, Result):
+                self._open.discard(event.request_id)
+            elif isinstance(event, Fault) and event.call_id is not None:
+                self._faulty.add(event.call_id)
+
+
+def _greedy(sampling: Mapping[str, Scalar]) -> bool:
+    return sampling.get("temperature") == 0 or sampling.get("top_k") == 1
