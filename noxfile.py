@@ -151,6 +151,17 @@ def pythons(session: nox.Session) -> None:
 
 
 @nox.session
+def mutation(session: nox.Session) -> None:
+    """Change the checks in one place at a time, and list the changes that no test notices.
+
+    `-- --sample 200 --seed 1` (the default is 200 of seed 0: for a nightly job), or `-- --all`.
+    """
+    install(session, "mutation")
+    session.run("pytest", "-q", "tests/tools/test_mutation.py")
+    session.run("python", "-m", "tools.mutation", *session.posargs)
+
+
+@nox.session
 def trainers(session: nox.Session) -> None:
     """Run the tests that drive real trainers on the CPU.
 
