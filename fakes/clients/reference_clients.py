@@ -19,6 +19,7 @@ from rollproof.core.contract import (
     Versions,
 )
 from rollproof.core.engine_contract import PauseMode
+from rollproof.core.limits import AnswerCut, RolloutLimits
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
 from rollproof.fakes.clients.resuming import FROZEN, AsSampled, ClientOptions, PartialSample
@@ -29,6 +30,7 @@ __all__ = [
     "REFERENCES",
     "AsSampled",
     "AsSampledCalls",
+    "AsSampledLimits",
     "AsSampledMoe",
     "AsSampledSpans",
     "AsSampledTokens",
@@ -191,6 +193,28 @@ class AsSampledTurns(AsSampled):
     options: ClassVar[ClientOptions] = ClientOptions(multi_turn=True)
 
 
+class AsSampledLimits(AsSampled):
+    """Runs multi-turn rollouts under limits of its own. Replies may lack logprobs, whose tokens it
+    masks out, and routes, in whose place it has the experts 0 to k - 1.
+    """
+
+    options: ClassVar[ClientOptions] = ClientOptions(
+        multi_turn=True,
+        limits=RolloutLimits(
+            response=14,
+            length=17,
+            context=18,
+            turns=3,
+            turn_tokens=6,
+            answers_cut_turns=True,
+            answer=4,
+            answer_keeps=AnswerCut.END,
+        ),
+        filler=Filler.ARANGE,
+        reply_gaps=True,
+    )
+
+
 class LatestPrefillRows(LatestPrefill):
     """Returns one row a token, the last one zeros, which the contract declares."""
 
@@ -213,6 +237,7 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "as-sampled-moe": AsSampledMoe,
         "as-sampled-untagged": AsSampledUntagged,
         "as-sampled-turns": AsSampledTurns,
+        "as-sampled-limits": AsSampledLimits,
         "latest-prefill": LatestPrefill,
         "latest-prefill-rows": LatestPrefillRows,
         "engine-keep": EngineKeep,

@@ -29,6 +29,7 @@ from rollproof.core.contract import (
 )
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Observation
+from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import (
     EngineOutput,
     FinishReason,
@@ -47,6 +48,7 @@ from rollproof.fakes.engine.replies import filler_rows
 
 __all__ = ["FROZEN", "AsSampled", "ClientOptions", "PartialSample", "finest_tag", "tag_fields"]
 
+_NO_LIMITS = RolloutLimits()
 FROZEN = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 """Pauses after which the engine continues the calls that it ran."""
 
@@ -62,6 +64,9 @@ class ClientOptions:
     back_off: virtual seconds between two attempts.
     multi_turn: declare turns and a loss mask even if a case has no turns. Every client runs the
         turns of its requests.
+    limits: the limits that it is configured with.
+    filler: the content of rows that came with no reply; ``Filler.NONE``: every reply has rows.
+    reply_gaps: whether replies may lack logprobs and, with a filler, routes.
     """
 
     versions: Versions = Versions.MIN_MAX
@@ -72,6 +77,9 @@ class ClientOptions:
     patience: int = 1000
     back_off: float = 1.0
     multi_turn: bool = False
+    limits: RolloutLimits | None = None
+    filler: Filler = Filler.NONE
+    reply_gaps: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +89,7 @@ class PartialSample:
     labels: version tags of the tokens, as the engine showed them.
     calls: version tags of the replies.
     rows: ``(captured, layers, top_k)`` from position 0.
+    turn_sampled: tokens that the policy sampled in this turn.
     """
 
     request: Request
@@ -92,6 +101,7 @@ class PartialSample:
     rows: IntArray | None = None
     finish: FinishReason | None = None
     turn: int = 0
+    turn_sampled: int = 0
     attempts: int = 0
 
     @property
@@ -166,10 +176,12 @@ class AsSampled:
         return _contract(
             rows=chosen.rows,
             final_row=chosen.final_row if all_rows else None,
-            filler=Filler.NONE,
+            filler=chosen.filler,
             layer_axis=chosen.layer_axis or engine.layer_axis,
             **model.sizes,
-            dtype=_wide_enough(np.dtype(engine.dtype), chosen.final_row if all_rows else None).name,
+            dtype=_wide_enough(
+                np.dtype(engine.dtype), chosen.filler, chosen.final_row if all_rows else None
+            ).name,
             provenance=self.provenance(fleet),
             resume=self.resume,
             versions=finest_tag(
@@ -184,6 +196,8 @@ class AsSampled:
             abort_surfaces=self.aborts_surface(fleet),
             partial_off=chosen.partial_off,
             kv_policy=fleet.kv_policy,
+            limits=chosen.limits,
+            reply_gaps=chosen.reply_gaps,
         )
 
     def aborts_surface(self, fleet: Fleet) -> bool:
@@ -276,9 +290,13 @@ class AsSampled:
         return sample.ids
 
     def next_budget(self, sample: PartialSample) -> int | None:
-        """Return how many tokens are left of the caller's budget."""
+        """Return how many tokens are left of the caller's budget, and of the turn."""
         budget = sample.request.budget
-        return None if budget is None else budget - len(sample.response)
+        left = None if budget is None else budget - len(sample.response)
+        if self.limits.turn_tokens is None:
+            return left
+        turn = self.limits.turn_tokens - sample.turn_sampled
+        return turn if left is None else min(left, turn)
 
     def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
         """Return a copy of the caller's sampling parameters."""
@@ -305,6 +323,7 @@ class AsSampled:
         """Append the reply's tokens."""
         sample.response.extend(output.token_ids)
         sample.mask.extend([1] * len(output.token_ids))
+        sample.turn_sampled += len(output.token_ids)
 
     def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         """Append one logprob a token; NaN marks missing ones."""
@@ -343,15 +362,25 @@ class AsSampled:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.next_budget(sample) == 0 else FinishReason.ABORT
 
+    @property
+    def limits(self) -> RolloutLimits:
+        """Return the limits that the client is configured with."""
+        return self.chosen.limits or _NO_LIMITS
+
     def next_turn(self, sample: PartialSample) -> bool:
-        """Append the environment's answer if there is one and the budget leaves room after it."""
-        turns = sample.request.turns
-        if sample.turn >= len(turns):
+        """Append the environment's answer if there is one, the model may have another turn, and the
+        budget leaves room after it.
+        """
+        turns, limits = sample.request.turns, self.limits
+        if sample.turn >= min(len(turns), (limits.turns or len(turns) + 1) - 1):
             return False
-        answer, budget = turns[sample.turn], self.next_budget(sample)
-        if budget is not None and budget <= len(answer):
+        if sample.finish is FinishReason.LENGTH and not limits.answers_cut_turns:
+            return False
+        answer, budget = limits.cut_answer(turns[sample.turn]), sample.request.budget
+        if budget is not None and budget - len(sample.response) <= len(answer):
             return False
         sample.turn += 1
+        sample.turn_sampled = 0
         self.observe(sample, answer)
         return True
 
@@ -409,14 +438,36 @@ class AsSampled:
         """Return ``(rows, layers, top_k)`` in the declared layout; ``None`` if an abort that is not
         resumed came without rows.
         """
-        if sample.rows is None or not sample.request.want_routes or self.lacks_rows(sample):
+        if not sample.request.want_routes or self.lacks_rows(sample):
             return None
-        rows = self.on_declared_layers(sample.rows).astype(self.contract.dtype)
+        captured = self.with_filler(sample)
+        if captured is None:
+            return None
+        rows = self.on_declared_layers(captured).astype(self.contract.dtype)
         if self.contract.rows is not Rows.ALL:
             return rows
         return np.concatenate(
             [rows, filler_rows(self.contract.final_row, len(sample.ids) - len(rows), rows)]
         )
+
+    def with_filler(self, sample: PartialSample) -> IntArray | None:
+        """Return the captured rows, and filler, if there is one, for those that no reply brought.
+
+        A reply without routes leaves nothing behind if a later one brings all rows.
+        """
+        rows, filler = sample.rows, self.chosen.filler
+        if filler is Filler.NONE or not sample.response:
+            return rows
+        if rows is None:
+            layers = (
+                self.fleet.case.model.num_layers
+                if self.fleet.flavour.layer_axis is LayerAxis.ALL
+                else len(self.fleet.case.model.moe_layers)
+            )
+            rows = np.zeros((0, layers, self.fleet.case.model.top_k), dtype=np.int64)
+        rows = rows.astype(self.contract.dtype)
+        missing = max(0, len(sample.ids) - 1 - len(rows))
+        return np.concatenate([rows, filler_rows(filler, missing, rows)])
 
     def lacks_rows(self, sample: PartialSample) -> bool:
         """Whether an aborted sample has fewer rows than forwarded tokens.
@@ -452,9 +503,9 @@ def _contract(**fields: Any) -> Contract:
     return Contract(**fields)
 
 
-def _wide_enough(dtype: np.dtype[Any], filler: Filler | None) -> np.dtype[Any]:
+def _wide_enough(dtype: np.dtype[Any], *fillers: Filler | None) -> np.dtype[Any]:
     # an unsigned type has no -1: the next signed type has it, and every expert id
-    if filler is Filler.MINUS_ONE and dtype.kind == "u":
+    if Filler.MINUS_ONE in fillers and dtype.kind == "u":
         return np.promote_types(dtype, np.int8)
     return dtype
 

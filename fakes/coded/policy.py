@@ -19,7 +19,8 @@ cell of one layer   about 1/p + 2**-14 with p = E!/(E-k)! ordered draws
                     (E = 128, k = 8: 6e-5; E = 8, k = 2: 0.018)
 row                 that to the power of the number of MoE layers
                     (E = 8, k = 2, three layers: 6e-6)
-logprob             2**-23; values lie on a grid that float32 represents exactly
+logprob             2**-23; values lie on a grid that float32 represents exactly. Wide ones:
+                    about 2**-22, but for the one in eight that is exactly 0.0
 token               about 1/(vocab - 1)
 ==================  ==============================================================================
 """
@@ -67,6 +68,9 @@ _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 # the scratch of a block and the table together stay in the second-level cache
 _BLOCK_CELLS = 1 << 14
 _LOGPROB_SHIFT, _LOGPROB_UNIT = np.uint64(64 - 23), 2.0**-20
+# Wide values are on a coarser grid, which float32 still represents exactly down to -40.
+_WIDE_VALUES, _WIDE_UNIT, _ZERO_BITS = 40 << 17, 2.0**-17, np.uint64(7)
+_OPTIONAL = ("eos_every", "eos_id", "wide_logprobs")
 _LIMITS: Mapping[str, tuple[int, int]] = {
     "seed": (-(1 << 63), MASK),
     "vocab": (2, 1 << 31),
@@ -89,6 +93,8 @@ class CodedPolicy:
     vocab: token ids are 0 to ``vocab - 1``.
     moe_layers: global indexes of MoE layers; columns of the other, dense layers are zeros.
     eos_every: on average one token in this many is ``eos_id``; ``None`` for never.
+    wide_logprobs: logprobs lie in [-40, 0], one in eight is exactly 0.0, and about one in nine is
+        below -32; else they lie in [-8, 0).
     """
 
     seed: int
@@ -99,6 +105,7 @@ class CodedPolicy:
     top_k: int
     eos_every: int | None = None
     eos_id: int = 0
+    wide_logprobs: bool = False
     _keys: dict[Version, tuple[int, int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -126,6 +133,8 @@ class CodedPolicy:
                     f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot"
                     " have that many distinct experts."
                 )
+            if not isinstance(self.wide_logprobs, bool):
+                problems.append(f"wide_logprobs={self.wide_logprobs!r} must be a bool.")
             if self.eos_id >= self.vocab:
                 problems.append(f"eos_id={self.eos_id} must be below vocab={self.vocab}.")
         if problems:
@@ -142,6 +151,8 @@ class CodedPolicy:
             num_experts=model.num_experts,
             top_k=model.top_k,
             eos_every=model.eos_every,
+            eos_id=model.eos_id,
+            wide_logprobs=model.wide_logprobs,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,9 +171,7 @@ class CodedPolicy:
         if not isinstance(mapping, Mapping):
             raise CaseError(f"A coding must be a mapping, not {type(mapping).__name__}.")
         unknown = sorted(str(key) for key in set(mapping) - set(_names()))
-        missing = [
-            name for name in _names() if name not in mapping and name not in ("eos_every", "eos_id")
-        ]
+        missing = [name for name in _names() if name not in mapping and name not in _OPTIONAL]
         if unknown or missing:
             raise CaseError(
                 f"This coding has unknown keys {unknown[:8]} and lacks {missing}; its keys are"
@@ -221,9 +230,9 @@ class CodedPolicy:
     def logprobs(self, version: Version, ids: Sequence[int], start: int) -> LogprobArray:
         """Return log p(``ids[i]`` | ``ids[:i]``) for ``i >= start``: ``(len(ids) - start,)``.
 
-        Values lie in [-8, 0) and belong to temperature 1.
+        Values lie in [-8, 0), or [-40, 0] if they are wide, and belong to temperature 1.
         """
-        return _logprobs_of(self._drawn(version, ids, start, _LOGPROBS))
+        return self._logprobs_of(self._drawn(version, ids, start, _LOGPROBS))
 
     def routes(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
         """Return the experts of the forward of each token from ``start`` on.
@@ -237,7 +246,7 @@ class CodedPolicy:
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
     ) -> LogprobArray:
         """Return ``logprobs`` of positions ``start`` to ``stop``, each under its span's version."""
-        return _logprobs_of(finish(self._seeds(spans, ids, start, stop, _LOGPROBS)))
+        return self._logprobs_of(finish(self._seeds(spans, ids, start, stop, _LOGPROBS)))
 
     def routes_spans(
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
@@ -247,6 +256,14 @@ class CodedPolicy:
         Raises ``UsageError`` if a position has no span: a row without a version was never computed.
         """
         return self._routes_of(finish(self._seeds(spans, ids, start, stop, _ROUTES)))
+
+    def _logprobs_of(self, drawn: Hashes) -> LogprobArray:
+        grid = (drawn >> _LOGPROB_SHIFT).astype(np.float64)
+        if not self.wide_logprobs:
+            return (grid + 1.0) * -_LOGPROB_UNIT
+        # other bits of the hash decide which values are exactly 0.0
+        wide = (grid % _WIDE_VALUES + 1.0) * -_WIDE_UNIT
+        return np.where(drawn & _ZERO_BITS == 0, 0.0, wide)
 
     def _routes_of(self, hashes: Hashes) -> IntArray:
         """Expand row hashes into ``(len(hashes), num_layers, top_k)``."""
@@ -351,10 +368,6 @@ def _names() -> tuple[str, ...]:
 
 def _within(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _logprobs_of(drawn: Hashes) -> LogprobArray:
-    return ((drawn >> _LOGPROB_SHIFT).astype(np.float64) + 1.0) * -_LOGPROB_UNIT
 
 
 @lru_cache(maxsize=256)

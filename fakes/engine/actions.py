@@ -225,6 +225,29 @@ async def _skew(fired: FiredAction) -> None:
         await fleet.skew(fleet.train(), fired.action.server or fired.call.server_id)
 
 
+async def _lag(fired: FiredAction) -> None:
+    fleet, lagging = fired.fleet, fired.action.server or fired.call.server_id
+    async with fleet.between_updates():
+        others = [
+            server.server_id
+            for server in fleet.servers.values()
+            if server.alive and server.server_id != lagging
+        ]
+        # a server alone has nobody to lag behind
+        if others:
+            label = fleet.train()
+            await asyncio.gather(*(fleet.skew(label, server_id) for server_id in others))
+
+
+async def _leave(fired: FiredAction) -> None:
+    fleet, server_id = fired.fleet, fired.action.server or fired.call.server_id
+    fleet.balancer.leave(server_id)
+    fleet.recorder.record(Fault(what="leave", server_id=server_id))
+    await fired.pass_steps(fired.action.steps)
+    fleet.balancer.join(server_id)
+    fleet.recorder.record(Fault(what="join", server_id=server_id))
+
+
 async def _relabel(fired: FiredAction) -> None:
     async with fired.fleet.between_updates():
         fired.fleet.relabel()
@@ -262,6 +285,14 @@ def _reject(fired: FiredAction) -> None:
     fired.fleet.schedule.reject_next(fired.call.request_id)
 
 
+def _drop_routes(fired: FiredAction) -> None:
+    fired.call.want_routes = False
+
+
+def _drop_logprobs(fired: FiredAction) -> None:
+    fired.call.want_logprobs = False
+
+
 _EFFECTS: Mapping[ActionKind, Callable[[FiredAction], Coroutine[Any, Any, None] | None]] = {
     ActionKind.ABORT: _abort,
     ActionKind.SYNC: _sync,
@@ -277,4 +308,8 @@ _EFFECTS: Mapping[ActionKind, Callable[[FiredAction], Coroutine[Any, Any, None] 
     ActionKind.DUPLICATE_REPLY: _duplicate,
     ActionKind.LATE_REPLY: _late,
     ActionKind.REJECT: _reject,
+    ActionKind.LAG: _lag,
+    ActionKind.LEAVE: _leave,
+    ActionKind.DROP_ROUTES: _drop_routes,
+    ActionKind.DROP_LOGPROBS: _drop_logprobs,
 }

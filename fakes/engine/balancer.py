@@ -14,15 +14,34 @@ class Balancer:
 
     def __init__(self, servers: Sequence[str]) -> None:
         self._load = dict.fromkeys(servers, 0)
+        self._left: set[str] = set()
 
     @property
     def load(self) -> dict[str, int]:
         """Return the calls acquired and not released, by server."""
         return dict(self._load)
 
+    @property
+    def left(self) -> frozenset[str]:
+        """Return the servers that get no new calls, as long as others do."""
+        return frozenset(self._left)
+
+    def leave(self, server: str) -> None:
+        """Send no new calls to a server, unless every server has left; those that run go on."""
+        self._left.add(server)
+
+    def join(self, server: str) -> None:
+        """Send calls to a server again."""
+        self._left.discard(server)
+
     def acquire(self, avoid: Collection[str] = ()) -> str:
-        """Count one call for a server and return its id; avoid those in ``avoid`` if possible."""
-        server = min(self._load, key=lambda name: (name in avoid, self._load[name]))
+        """Count one call for a server and return its id; avoid those in ``avoid`` if possible,
+        and, before them, those that left.
+        """
+        server = min(
+            self._load,
+            key=lambda name: (name in self._left, name in avoid, self._load[name]),
+        )
         self._load[server] += 1
         return server
 

@@ -93,6 +93,7 @@ class FakeEngine:
         self._resumes = 0
         self._drained: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._transfer: asyncio.Future[None] | None = None
 
     @property
     def version(self) -> int:
@@ -209,12 +210,15 @@ class FakeEngine:
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
         """Stop admitting, treat the calls in flight as ``mode`` says, and return when that is done.
 
-        ``clear_cache`` also drops all KV: the prefix cache, and the KV of frozen calls, which
-        prefill again after the resume. A pause in place drops nothing. Pausing twice is allowed;
-        one resume ends both. If a resume ends a pause before it is complete, the pause returns and
-        is not recorded.
+        ``options.pause_steps`` pass first, in which calls run on. ``clear_cache`` also drops all
+        KV: the prefix cache, and the KV of frozen calls, which prefill again after the resume. A
+        pause in place drops nothing. Pausing twice is allowed; one resume ends both. If a resume
+        ends a pause before it is complete, the pause returns and is not recorded.
         """
         self._refuse_dead()
+        if self.options.pause_steps:
+            await asyncio.sleep(self.options.pause_steps * self.options.step)
+            self._refuse_dead()
         # a resume may come while this call waits, so it compares the count afterwards
         mode = PauseMode(mode)
         self._pause, resumes = mode, self._resumes
@@ -242,16 +246,25 @@ class FakeEngine:
         self._wake()
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """Load weights ``version`` in a transfer of one step, also while calls run, and show
-        ``label``.
+        """Load weights ``version`` in a transfer of ``options.transfer_steps`` steps, also while
+        calls run, and show ``label``.
 
         Without a label the server shows ``None``: nothing was published for these weights.
         ``identity`` is accepted and ignored: versions are equal if and only if weights are. Raises
         ``TransferFailed`` if ``fail_next_load`` is set; the weights then stay.
         """
         self._refuse_dead()
-        await asyncio.sleep(self.options.step)
-        self.load_now(version, label, identity=identity)
+        # Timers of the same moment run in no particular order, and of two transfers to one server
+        # the one that began first ends first.
+        before, done = self._transfer, asyncio.get_running_loop().create_future()
+        self._transfer = done
+        try:
+            await asyncio.sleep(self.options.transfer_steps * self.options.step)
+            if before is not None and not before.done():
+                await asyncio.shield(before)
+            self.load_now(version, label, identity=identity)
+        finally:
+            done.set_result(None)
 
     def load_now(self, version: int, label: Version = None, *, identity: bool = False) -> None:
         """Load without letting time pass, for stacks that block while they transfer.

@@ -11,10 +11,11 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-from rollproof.core.case import Action, Case
-from rollproof.core.contract import Contract, KvPolicy
+from rollproof.core.case import Action, ActionKind, Case
+from rollproof.core.contract import Contract, KvPolicy, MissingLogprobs
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import describe_error
 from rollproof.core.events.rollout import (
@@ -76,7 +77,7 @@ class Fleet:
                 version=case.first_version,
                 label=case.first_version,
                 hooks=self.schedule,
-                max_length=max(MAX_LENGTH, longest + 1),
+                max_length=case.engine.max_length or max(MAX_LENGTH, longest + 1),
             )
             for name in (f"s{i}" for i in range(case.servers))
         }
@@ -112,7 +113,11 @@ class Fleet:
     @property
     def engine_contract(self) -> Contract:
         """Return the contract of one engine call."""
-        return engine_contract(self.flavour, self.case.model, self.kv_policy)
+        declared = engine_contract(self.flavour, self.case.model, self.kv_policy)
+        # engines whose replies may lack logprobs have to say so
+        if any(action.do is ActionKind.DROP_LOGPROBS for action in self.case.actions):
+            return replace(declared, missing_logprobs=MissingLogprobs.NAN)
+        return declared
 
     @property
     def kv_policy(self) -> KvPolicy:

@@ -52,6 +52,16 @@ class ActionKind(StrEnum):
     """The server answers the next call of the triggering request with an abort of zero tokens."""
     EVICT = "evict"
     """The triggering request is preempted: its KV is freed, and prefilled again."""
+    LAG = "lag"
+    """New weights reach every server but ``server``, which keeps older ones until the next sync."""
+    LEAVE = "leave"
+    """``server`` leaves the balancer with its calls still running, and joins again after
+    ``steps``.
+    """
+    DROP_ROUTES = "drop-routes"
+    """The reply of the triggering call comes without routes."""
+    DROP_LOGPROBS = "drop-logprobs"
+    """The reply of the triggering call comes without logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +104,12 @@ class Model:
     vocab: int = 512
     eos_every: int | None = None
     """On average one token in this many is the end-of-sequence token; ``None``: never."""
+    eos_id: int = 0
+    """The end-of-sequence token, below ``vocab``."""
+    wide_logprobs: bool = False
+    """Logprobs go down to -40, and one in eight is exactly 0.0, as those of a sure model are once
+    they are rounded to 32 bits; without, they lie in [-8, 0).
+    """
 
     @property
     def sizes(self) -> Mapping[str, Any]:
@@ -118,6 +134,17 @@ class EngineOptions:
     prefix_cache: bool = False
     kv_tokens: int | None = None
     """KV capacity in tokens: above it, the youngest call is preempted. ``None``: unbounded."""
+    transfer_steps: int = 1
+    """Steps that a transfer of weights takes."""
+    pause_steps: int = 0
+    """Steps until a requested pause takes effect: calls run on meanwhile."""
+    max_length: int | None = None
+    """Tokens of prompt and response of one call; ``None``: more than any request of the case has.
+    """
+    empty_text: bool = False
+    """Over HTTP, a reply to a prompt of token ids has ids and no text, as where the tokens are
+    special ones, or the beginning of a character.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,18 +215,25 @@ class Case:
         if not _is_integer(self.servers, 1, 256):
             raise CaseError(f"servers={self.servers!r} must be a whole number from 1 to 256.")
         sizes = {
-            "max_batch": self.engine.max_batch,
-            "prefill_chunk": self.engine.prefill_chunk,
-            "kv_tokens": self.engine.kv_tokens,
+            "max_batch": (self.engine.max_batch, 1, 1 << 31),
+            "prefill_chunk": (self.engine.prefill_chunk, 1, 1 << 31),
+            "kv_tokens": (self.engine.kv_tokens, 1, 1 << 31),
+            "transfer_steps": (self.engine.transfer_steps, 1, _MAX_STEPS),
+            "max_length": (self.engine.max_length, 2, 1 << 31),
         }
         invalid = [
             f"engine.{name}={value!r}"
-            for name, value in sizes.items()
-            if value is not None and not _is_integer(value, 1, 1 << 31)
+            for name, (value, low, high) in sizes.items()
+            if value is not None and not _is_integer(value, low, high)
         ]
         if invalid or not isinstance(self.engine.step, int | float):
             problems = ", ".join(invalid) or f"engine.step={self.engine.step!r}"
             raise CaseError(f"{problems} must be a whole number of at least 1.")
+        if not _is_integer(self.engine.pause_steps, 0, _MAX_STEPS):
+            raise CaseError(
+                f"engine.pause_steps={self.engine.pause_steps!r} must be a whole number of at"
+                " least 0."
+            )
         unknown = sorted({action.when.request for action in self.actions} - set(names))
         if unknown:
             raise CaseError(
@@ -240,3 +274,4 @@ def _is_integer(value: object, low: int, high: int) -> bool:
 _MAX_TIME = 1e7
 """Virtual seconds that a case may last: four months."""
 _MAX_TOKENS = 1 << 20
+_MAX_STEPS = 1 << 20

@@ -180,6 +180,14 @@ class PartialOff(StrEnum):
     """The rollout returns it with finish reason ``abort``."""
 
 
+_BOOLS = (
+    "abort_surfaces",
+    "loss_mask",
+    "finish_reason",
+    "multi_turn",
+    "multimodal",
+    "reply_gaps",
+)
 _ROUTE_FIELDS = (
     "final_row",
     "layer_axis",
@@ -219,6 +227,9 @@ class Contract:
             its tokens. ``None``: it must name weights that sampled one.
         limits: The limits that the stack is configured with: a ``RolloutLimits``, or a mapping of
             its fields. ``None``: none but the request's own.
+        reply_gaps: Whether the stack takes a reply without the logprobs or the routes that its call
+            requested: cases then have such replies, without routes only if ``filler`` says what a
+            sample holds in place of their rows. ``missing_logprobs`` says how it marks the tokens.
         pad_id: The token with which the stack pads. Cases in which samples contain it (an end of
             sequence, most often) use it; ``None``: 0.
         moe_layers: Global layer indexes, ascending.
@@ -247,6 +258,7 @@ class Contract:
     max_staleness: int | None = None
     tag_read: TagRead | None = None
     limits: RolloutLimits | None = None
+    reply_gaps: bool = False
     pad_id: int | None = None
     final_row: Filler | None = None
     layer_axis: LayerAxis | None = None
@@ -383,7 +395,7 @@ class Contract:
     def _missing(self) -> list[str]:
         problems = [
             f"{name} must be a bool, not {getattr(self, name)!r}."
-            for name in ("abort_surfaces", "loss_mask", "finish_reason", "multi_turn", "multimodal")
+            for name in _BOOLS
             if not isinstance(getattr(self, name), bool)
         ]
         # a caller without a type checker may have passed anything

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,11 @@ from rollproof.verification.reports import make_report, situations
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import (
     LATER_REQUEST,
+    corner_families,
     profile_named,
     random_cases,
     scope_families,
+    within_limits,
 )
 from rollproof.verification.shrinking import shrink
 from rollproof.verification.traces import judge_events
@@ -212,7 +214,8 @@ def cases_for(
     The subject is started once per flavour to read its contract. A contract with a model of its
     own fixes the size of the coded model; one that follows the fleet is tried on many sizes.
     ``thin`` keeps one case in so many of each family and of the random ones, but all cases with a
-    later request, for each of those shows something that no other does.
+    later request, for each of those shows something that no other does. Every case is within the
+    limits that the contract declares.
     """
     settings = profile_named(profile)
     probed = probe(factory, flavours)
@@ -230,34 +233,37 @@ def cases_for(
             for name, cases in families
             for case in islice(cases, 0, None, 1 if name == LATER_REQUEST else thin)
         )
-        yield from _distinct(_fitted(case, contract) for case in scope)
-        drawn = islice(
-            random_cases(seed, share, flavour=flavour, contract=contract, model=model),
-            0,
-            None,
-            thin,
+        corners = (
+            case
+            for _, cases in corner_families(flavour, contract, model=model, seed=seed)
+            for case in cases
         )
-        yield from (_fitted(case, contract) for case in drawn)
+        drawn = random_cases(seed, share, flavour=flavour, contract=contract, model=model)
+        cases = chain(scope, islice(corners, 0, None, thin), islice(drawn, 0, None, thin))
+        yield from _distinct(_fitted(case, contract) for case in cases)
 
 
-def _fitted(case: Case, contract: Contract) -> Case:
-    """Return the case with weight syncs that the contract's KV policy allows.
+def _fitted(case: Case, contract: Contract) -> Case | None:
+    """Return the case with weight syncs that the contract's KV policy allows, and within its
+    limits; ``None`` if no case like that is within them.
 
     A contract that recomputes the KV cache at an update is only held to syncs that let it do so:
     those that flush the cache, and not in place.
     """
-    if contract.kv_policy is KvPolicy.KEEP or (
+    if contract.kv_policy is not KvPolicy.KEEP and not (
         case.clear_cache and case.pause_mode is not PauseMode.IN_PLACE
     ):
-        return case
-    mode = PauseMode.KEEP if case.pause_mode is PauseMode.IN_PLACE else case.pause_mode
-    return replace(case, clear_cache=True, pause_mode=mode)
+        mode = PauseMode.KEEP if case.pause_mode is PauseMode.IN_PLACE else case.pause_mode
+        case = replace(case, clear_cache=True, pause_mode=mode)
+    return within_limits(case, contract)
 
 
-def _distinct(cases: Iterable[Case]) -> Iterator[Case]:
+def _distinct(cases: Iterable[Case | None]) -> Iterator[Case]:
     """Yield each case once: a fitted sync is often one that the scope holds anyway."""
     seen: set[str] = set()
     for case in cases:
+        if case is None:
+            continue
         key = repr(case)
         if key not in seen:
             seen.add(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from rollproof.core.case import Action, Case, EngineOptions, Model
 from rollproof.core.records import Request
@@ -90,12 +90,17 @@ def _plainer_fleet(case: Case) -> Iterator[Case]:
         yield replace(case, arrivals=())
     if case.engine != EngineOptions():
         yield replace(case, engine=EngineOptions())
-        for name in ("prefix_cache", "kv_tokens", "prefill_chunk", "max_batch"):
-            yield replace(
-                case, engine=replace(case.engine, **{name: getattr(EngineOptions(), name)})
-            )
+        for option in fields(EngineOptions):
+            if option.name != "step":
+                yield replace(
+                    case,
+                    engine=replace(
+                        case.engine, **{option.name: getattr(EngineOptions(), option.name)}
+                    ),
+                )
     if case.model != Model():
         yield replace(case, model=Model())
+        yield replace(case, model=replace(case.model, wide_logprobs=False))
     if case.first_version:
         yield replace(case, first_version=0)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler
+from rollproof.core.contract import Contract, Filler, Rows
 from rollproof.core.records import IntArray
 from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.routes import comparison
@@ -215,6 +215,9 @@ def routes_live(view: RequestView, out: Collector) -> None:
     if evidence is None:
         return
     captured = sum(high - low for low, high in evidence.captured)
+    if evidence.hindrance is not None and _only_filler(evidence):
+        out.absent("no reply had routes, and every row is the declared filler")
+        return
     if not captured or len(evidence.mismatched):
         out.absent("no rows, or rows that another check explains")
         return
@@ -257,6 +260,17 @@ def routes_live(view: RequestView, out: Collector) -> None:
                 " #12162), or one token's row was copied to all."
             ),
         )
+
+
+def _only_filler(evidence: RouteEvidence) -> bool:
+    """Return whether the replies may lack routes, and every row but the last of T is the declared
+    filler.
+    """
+    contract, rows = evidence.contract, evidence.rows - (evidence.contract.rows is Rows.ALL)
+    if not contract.reply_gaps or contract.filler in (None, Filler.NONE) or rows < 1:
+        return False
+    shown = evidence.delivered(evidence.start, evidence.start + rows)
+    return bool(is_filler(shown, contract.filler, contract.num_experts or 1).all())
 
 
 def _dead_columns(evidence: RouteEvidence) -> list[int]:

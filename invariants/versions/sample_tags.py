@@ -412,7 +412,7 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
         for part, labels in candidates
         if labels and min(ranks[label] for label in labels) > ranks[key(high)]
     ]
-    if newer and case_actions(view.header, "skew"):
+    if newer and case_actions(view.header, "skew", "lag"):
         # The stack was not told of these weights, so that its counter cannot bound them.
         out.absent(SKEWED)
         return

@@ -19,7 +19,7 @@ __all__ = [
     "weights_updates_do_not_interleave",
 ]
 
-SKEWED = "the case updates one server by itself (skew), in addition to the stack's updates"
+SKEWED = "the case updates some servers by itself (skew, lag), next to the stack's updates"
 
 
 class _SimultaneousUpdates(EventCheck):
@@ -31,7 +31,7 @@ class _SimultaneousUpdates(EventCheck):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self.overlapped: set[str] = set()
-        self.skewed: bool = bool(case_actions(context.header, "skew"))
+        self.skewed: bool = bool(case_actions(context.header, "skew", "lag"))
         self._synced_twice = bool(case_actions(context.header, "sync-twice"))
         self._paused: set[str] = set()
         self._loads: dict[str, int] = {}

@@ -283,7 +283,8 @@ class Fault(Event):
     Attributes:
         what: ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (only the client knows how
             much of the reply it received), ``duplicate-reply``, ``late-reply``, ``reject``,
-            ``update-failure``, ``update-hung`` (an update that outlasted the deadline), ``retag``.
+            ``update-failure``, ``update-hung`` (an update that outlasted the deadline), ``retag``,
+            ``leave`` and ``join`` (a server leaves the balancer, and joins it again).
     """
 
     kind: ClassVar[str] = "fault"

@@ -1,11 +1,12 @@
-"""Schedules: the small scope exhausted, the large one sampled, and profiles that say how much of
-each.
+"""Schedules: the small scope exhausted, corner cases forced, the large scope sampled, and profiles
+that say how much of each.
 
 Hypothesis is imported by ``strategies`` and ``machine`` only, which are not imported here.
 """
 
 from __future__ import annotations
 
+from rollproof.verification.schedules.corner_cases import corner_families, within_limits
 from rollproof.verification.schedules.drawing import Limits, random_cases
 from rollproof.verification.schedules.exhaustive import (
     LATER_REQUEST,
@@ -25,10 +26,12 @@ __all__ = [
     "Limits",
     "Profile",
     "Scope",
+    "corner_families",
     "modes_for",
     "profile_named",
     "random_cases",
     "scope_families",
     "scope_size",
     "small_scope",
+    "within_limits",
 ]

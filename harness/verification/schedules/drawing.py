@@ -12,9 +12,19 @@ from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Scalar
 from rollproof.errors import UsageError
+from rollproof.verification.schedules.corner_cases import may_drop_logprobs, may_drop_routes
 from rollproof.verification.schedules.exhaustive import modes_for
 
-__all__ = ["Draws", "Limits", "SeededDraws", "draw_case", "draw_model", "random_cases"]
+__all__ = [
+    "AT_SERVER",
+    "Draws",
+    "Limits",
+    "SeededDraws",
+    "draw_case",
+    "draw_model",
+    "is_allowed",
+    "random_cases",
+]
 
 _T = TypeVar("_T")
 _EXPERTS = (8, 2, 4, 16, 64, 128, 256, 512, 1024)
@@ -151,7 +161,8 @@ def draw_case(
     requests = _requests(draws, limits)
     if not contract.multimodal:
         requests = tuple(replace(request, media=None) for request in requests)
-    enabled = _subset(draws, tuple(ActionKind if kinds is None else kinds))
+    allowed = tuple(ActionKind if kinds is None else kinds)
+    enabled = _subset(draws, tuple(kind for kind in allowed if kind not in _RARE))
     actions = (
         draws.several(
             0, limits.actions, lambda source: _action(source, requests, enabled, servers, limits)
@@ -159,15 +170,12 @@ def draw_case(
         if enabled
         else []
     )
-    order = {request.request_id: i for i, request in enumerate(requests)}
-    actions.sort(key=lambda action: (action.when.tokens, order[action.when.request]))
     mode = draws.pick(modes_for(flavour, contract) if modes is None else modes)
     together = draws.chance(50)
-    return Case(
+    case = Case(
         flavour=flavour,
         requests=requests,
         arrivals=tuple(0.0 if together else draws.integer(0, 40) / 2 for _ in requests),
-        actions=tuple(actions),
         servers=servers,
         seed=draws.integer(0, 2**31 - 1),
         pause_mode=mode,
@@ -180,6 +188,59 @@ def draw_case(
         ),
         engine=_engine(draws, requests),
     )
+    # Drawn last, so that the cases of a seed stay what they were before these existed, and differ
+    # by what is added here alone.
+    rare = [kind for kind in allowed if kind in _RARE and is_allowed(kind, contract)]
+    if rare and limits.actions and draws.chance(20):
+        actions = [
+            *actions[: limits.actions - 1],
+            _action(draws, requests, rare, servers, limits),
+        ]
+    order = {request.request_id: i for i, request in enumerate(requests)}
+    actions.sort(key=lambda action: (action.when.tokens, order[action.when.request]))
+    return _with_rare_options(draws, replace(case, actions=tuple(actions)), contract)
+
+
+def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
+    """Return the case, in some draws with options that most cases do without."""
+    model, engine = case.model, case.engine
+    if draws.chance(10):
+        case = replace(case, first_version=17)
+    if draws.chance(10):
+        model = replace(model, wide_logprobs=True)
+    if draws.chance(10):
+        end = contract.pad_id or 0
+        inside = case.requests[0].prompt_ids
+        model = replace(
+            model, eos_id=end, vocab=max(model.vocab, end + 512), eos_every=model.eos_every or 4
+        )
+        # in the first prompt, and in those that share it
+        case = replace(
+            case,
+            requests=tuple(
+                replace(request, prompt_ids=(*inside, end))
+                if request.prompt_ids == inside
+                else request
+                for request in case.requests
+            ),
+        )
+    if draws.chance(15):
+        engine = replace(engine, transfer_steps=draws.integer(2, 6))
+    if draws.chance(10):
+        engine = replace(engine, pause_steps=draws.integer(1, 3))
+    if draws.chance(5):
+        engine = replace(engine, empty_text=True)
+    return replace(case, model=model, engine=engine)
+
+
+def is_allowed(kind: ActionKind, contract: Contract) -> bool:
+    """Whether the contract allows an action of a rare kind."""
+    if kind is ActionKind.DROP_ROUTES:
+        return may_drop_routes(contract)
+    if kind is ActionKind.DROP_LOGPROBS:
+        return may_drop_logprobs(contract)
+    # weights that a stack did not ask for may exceed the staleness that it bounds
+    return kind is not ActionKind.LAG or contract.max_staleness is None
 
 
 def draw_model(draws: Draws, layers: int = 6) -> Model:
@@ -291,14 +352,18 @@ def _action(
         do=kind,
         server=(
             f"s{draws.integer(0, limits.servers - 1) % servers}"
-            if kind in _AT_SERVER and draws.chance(70)
+            if kind in AT_SERVER and draws.chance(70)
             else None
         ),
         steps=draws.integer(1, 12),
     )
 
 
-_AT_SERVER = frozenset({ActionKind.KILL, ActionKind.SKEW})
+AT_SERVER = frozenset({ActionKind.KILL, ActionKind.SKEW, ActionKind.LAG, ActionKind.LEAVE})
+"""Kinds of action that may name a server."""
+_RARE = frozenset(
+    {ActionKind.LAG, ActionKind.LEAVE, ActionKind.DROP_ROUTES, ActionKind.DROP_LOGPROBS}
+)
 
 
 def _engine(draws: Draws, requests: Sequence[Request]) -> EngineOptions:

@@ -47,6 +47,17 @@ _UPDATES = (
     ActionKind.SYNC_IDENTITY,
     ActionKind.RELABEL,
 )
+_ELSEWHERE = frozenset(
+    {
+        ActionKind.ABORT,
+        ActionKind.SYNC,
+        ActionKind.LAG,
+        ActionKind.LEAVE,
+        ActionKind.DROP_ROUTES,
+        ActionKind.DROP_LOGPROBS,
+    }
+)
+"""Kinds that other families, or the corner cases, have."""
 _REQUEST = "r0"
 _SERVERS = ("s0", "s1")
 LATER_REQUEST = "a later request"
@@ -390,7 +401,7 @@ def _queued(plan: _Plan) -> Iterator[Case]:
 def _kinds(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
     for kind in ActionKind:
-        if kind in (ActionKind.ABORT, ActionKind.SYNC):
+        if kind in _ELSEWHERE:
             continue
         # which server lags matters only for a skew: each server in turn
         servers = _SERVERS if kind is ActionKind.SKEW else (None,)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -34,7 +34,7 @@ from rollproof.judging.judge import Tally
 from rollproof.judging.registry import Registry
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.runner import run_case
-from rollproof.verification.schedules.drawing import Limits
+from rollproof.verification.schedules.drawing import AT_SERVER, Limits, is_allowed
 from rollproof.verification.schedules.exhaustive import modes_for
 from rollproof.verification.schedules.profiles import profile_named
 from rollproof.verification.traces import judge_events
@@ -75,7 +75,7 @@ def machine_for(
         ),
         **_start(name, contract, model, limits or Limits()),
     }
-    for kind in ActionKind if kinds is None else kinds:
+    for kind in _kinds_for(contract) if kinds is None else kinds:
         body[kind.name.lower()] = _act(kind, limits or Limits())
     machine: type[_Machine] = type("RolloutMachine", (_Machine,), body)
     chosen = profile_named(profile)
@@ -87,6 +87,13 @@ def machine_for(
         suppress_health_check=[HealthCheck.too_slow],
     )
     return machine
+
+
+def _kinds_for(contract: Contract) -> Iterator[ActionKind]:
+    """Yield the kinds of action that the contract allows."""
+    for kind in ActionKind:
+        if is_allowed(kind, contract):
+            yield kind
 
 
 _REQUESTS: Bundle[str] = Bundle("requests")
@@ -222,9 +229,7 @@ def _act(kind: ActionKind, limits: Limits) -> Any:
         )
         place = min(past + ahead, self.sampled[request])
         assert self.base is not None
-        named = (
-            f"s{server % self.base.servers}" if kind in (ActionKind.KILL, ActionKind.SKEW) else None
-        )
+        named = f"s{server % self.base.servers}" if kind in AT_SERVER else None
         when = Trigger(request=request, tokens=place, queued=queued, race=race)
         self.actions.append(Action(when=when, do=kind, server=named, steps=steps))
 
