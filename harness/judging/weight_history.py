@@ -75,6 +75,8 @@ class WeightHistory:
     def asked(self, update: Update) -> None:
         """Take in that an update was asked for, or has ended: its label is that of its weights."""
         if update.label is None:
+            # now other weights are the latest, and a label of the stack's own may be theirs
+            self._last = None
             return
         label = key(update.label)
         if update.phase is UpdatePhase.ASKED:

@@ -49,8 +49,8 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Stale:
-    """A call that ``server`` admitted under weights ``held``, older than those of an update that had
-    ended; what is known about the update by then.
+    """A call that ``server`` admitted under weights ``held``, older than those of an update that
+    had ended; and what is known about the update by then.
     """
 
     update: _Asked
@@ -217,37 +217,47 @@ def _describe(update: _Asked, server: str, held: Version) -> tuple[str, str, str
         return (
             "an update ended as a success although a transfer had broken",
             f"{serves}; the transfer to it broke while the update ran",
-            "The error of the transfer was caught: repeat the transfer, let the update fail, or"
-            " send the server no calls until it has the weights.",
+            (
+                "The error of the transfer was caught: repeat the transfer, let the update fail,"
+                " or send the server no calls until it has the weights."
+            ),
         )
     if update.reached:
         return (
             "an update ended before it had reached every server",
-            f"{serves}; {', '.join(sorted(update.reached))} had loaded version {update.version} or"
-            " newer",
+            (
+                f"{serves}; {', '.join(sorted(update.reached))} had loaded version"
+                f" {update.version} or newer"
+            ),
             "Check the list of servers that the update covers, and that it waits for all of them.",
         )
     if server in update.labelled:
         return (
             "an update ended, and only its label was published",
             f"{serves}, now as {update.event.label!r}; nothing was loaded",
-            "The label is published whether or not weights were delivered (an adapter that never"
-            " arrives: verl #7495).",
+            (
+                "The label is published whether or not weights were delivered (an adapter that"
+                " never arrives: verl #7495)."
+            ),
         )
     if update.overlapped:
         return (
             "an update that was asked for during another one was never carried out",
             f"{serves}; nothing newer was loaded",
-            "It returned although another update was still in progress: let it wait, or merge both"
-            " into one load of the newest weights.",
+            (
+                "It returned although another update was still in progress: let it wait, or merge"
+                " both into one load of the newest weights."
+            ),
         )
     # verl #4248: free_cache_engine=False skipped every weight sync.
     return (
         "an update ended, and no server was given its weights",
         f"{serves}; nothing was loaded",
-        "The sampling policy lags behind the trained one, whatever its tag says: look for a"
-        " condition under which the transfer is skipped (verl #4248: free_cache_engine=False"
-        " skipped every weight sync).",
+        (
+            "The sampling policy lags behind the trained one, whatever its tag says: look for a"
+            " condition under which the transfer is skipped (verl #4248: free_cache_engine=False"
+            " skipped every weight sync)."
+        ),
     )
 
 
@@ -267,14 +277,18 @@ def _other_weights(update: _Asked, load: Weights) -> tuple[str, str, str]:
         return (
             "an update ended, and weights of an older one were loaded",
             observed,
-            "Another update ran at the same time: run them one after the other, or merge them into"
-            " one load of the newest weights.",
+            (
+                "Another update ran at the same time: run them one after the other, or merge them"
+                " into one load of the newest weights."
+            ),
         )
     return (
         "an update ended, and other weights were loaded than it asked for",
         observed,
-        "The servers read a checkpoint or a buffer that the new weights have not replaced yet: a"
-        " link to the latest one, a file that is still being written, a cache.",
+        (
+            "The servers read a checkpoint or a buffer that the new weights have not replaced yet:"
+            " a link to the latest one, a file that is still being written, a cache."
+        ),
     )
 
 

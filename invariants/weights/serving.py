@@ -10,7 +10,18 @@ import numpy as np
 
 from rollproof.core.contract import Contract, KvPolicy, Logprobs
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.events.rollout import Admit, Call, Fault, Reply, Submit, Weights
+from rollproof.core.events.rollout import (
+    Admit,
+    Call,
+    Fault,
+    Pause,
+    Reply,
+    Resume,
+    Submit,
+    Update,
+    UpdatePhase,
+    Weights,
+)
 from rollproof.core.records import Span, Version
 from rollproof.invariants._shared.event_check import EventCheck, case_option, remember
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
@@ -46,6 +57,16 @@ class _Running:
     admitted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """How an epoch began: the load, and the pause under which it came (``None``: the server was
+    serving).
+    """
+
+    event: Weights
+    pause: Pause | None
+
+
 class _Serving(EventCheck):
     """Tracks for each call the weights that its server held from the call's admission on.
 
@@ -59,6 +80,10 @@ class _Serving(EventCheck):
         self._updated: dict[str, int] = {}
         self._running: dict[int, _Running] = {}
         self._started = False
+        self._updates = 0
+        self._restarted: set[str] = set()
+        self._pauses: dict[str, Pause] = {}
+        self._loads: dict[tuple[str, int], _Load] = {}
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._started = True
@@ -78,15 +103,32 @@ class _Serving(EventCheck):
             # newer weights.
             call.epoch = len(self._epochs_of(call.server)) - 1
 
+    def on_update(self, event: Update, out: Collector) -> None:
+        self._updates += 1 if event.phase is UpdatePhase.ASKED else -1
+        if not self._updates:
+            self._restarted.clear()
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._restarted.discard(event.server_id)
+        self._pauses[event.server_id] = event
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._pauses.pop(event.server_id, None)
+
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not event.loaded or event.version is None:
             return
         epochs = self._epochs_of(event.server_id)
-        epochs.append(
-            frozenset((event.version, *epochs[-1]))
-            if event.identity
-            else frozenset((event.version,))
-        )
+        if event.server_id in self._restarted and not event.by_harness:
+            # The update paused the server before it died. Its cache holds KV that no update could
+            # foresee, so that nothing can be said until the next load.
+            epochs.append(frozenset())
+        elif event.identity:
+            epochs.append(frozenset((event.version, *epochs[-1])))
+        else:
+            epochs.append(frozenset((event.version,)))
+        load = _Load(event, self._pauses.get(event.server_id))
+        remember(self._loads, (event.server_id, len(epochs) - 1), load)
         if self._started and event.server_id not in self._updated:
             self._updated[event.server_id] = len(epochs) - 1
 
@@ -98,9 +140,12 @@ class _Serving(EventCheck):
                 # The calls of a dead server get no reply, or one that says nothing about its
                 # weights.
                 del self._running[call_id]
+            self._pauses.pop(event.server_id or "", None)
         elif event.what == "revive" and event.server_id is not None:
             # It may come back with whatever weights it started with: unknown until its next update.
             self._epochs_of(event.server_id).append(frozenset())
+            if self._updates:
+                self._restarted.add(event.server_id)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._running.pop(event.call_id, None)
@@ -213,6 +258,10 @@ class WeightsNoStaleCache(_Serving):
     the call's admission.
     """
 
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._foreign: set[str] = set()
+
     def served(
         self,
         reply: Reply,
@@ -235,14 +284,25 @@ class WeightsNoStaleCache(_Serving):
         ):
             out.absent("the case tells its weight syncs not to clear the cache")
             return
+        held = self._epochs_of(call.server)[: call.epoch + len(allowed)]
+        # What weights computed that the server never had is not a matter of its cache.
+        known = None if not all(held[1:]) else frozenset().union(*held)
+        spans = [*(reply.true_rows or ()), *(reply.true_tokens or ())]
+        if known is not None and any(
+            span.version not in known and span.version not in (None, MIXED) for span in spans
+        ):
+            self._foreign.add(call.server)
+        if call.server in self._foreign:
+            out.absent("the server computed with weights that it was never given")
+            return
         if after:
             out.exercised("calls admitted after an update")
         if len(allowed) > 1:
             out.exercised("calls in flight during an update")
         allowed_versions = frozenset().union(*allowed)
         cached = reply.output.cached_tokens
-        for kind, spans in (("rows", reply.true_rows), ("tokens", reply.true_tokens)):
-            stale = _first_stale(spans or (), allowed_versions, 0 if kind == "tokens" else cached)
+        for kind, of_kind in (("rows", reply.true_rows), ("tokens", reply.true_tokens)):
+            stale = _first_stale(of_kind or (), allowed_versions, 0 if kind == "tokens" else cached)
             if stale is not None:
                 out.finding(
                     f"{kind} of a call were computed from KV of older weights",
@@ -264,13 +324,40 @@ class WeightsNoStaleCache(_Serving):
                         "version": stale.version,
                         "index": reply.index,
                     },
-                    hint=(
-                        "The prefix cache was not reset at the update (NeMo-RL #4018, SkyRL"
-                        " #2246), or the reset was refused while calls ran (NeMo-RL #3929). If"
-                        " the stack keeps it on purpose, declare kv_policy='keep'."
-                    ),
+                    hint=self._hint(call, allowed, stale)
+                    + " If the stack keeps it on purpose, declare kv_policy='keep'.",
                 )
                 return
+
+    def _hint(self, call: _Running, allowed: Sequence[frozenset[Version]], stale: Span) -> str:
+        """Return what the load that replaced the older weights says about how their KV was kept."""
+        epochs = self._epochs_of(call.server)
+        if stale.version != MIXED:
+            older = [i for i, epoch in enumerate(epochs[: call.epoch]) if stale.version in epoch]
+            replaced = older[-1] + 1 if older else call.epoch
+        else:
+            replaced = call.epoch + (len(allowed) > 1)
+        load = self._loads.get((call.server, replaced))
+        if load is None:
+            return "KV of older weights outlived an update."
+        event, pause = load.event, load.pause
+        if pause is None:
+            return (
+                f"The weights arrived at event {event.index}, while the server was serving: no"
+                " pause came before, or the transfer outlasted it. Resume after the transfer, and"
+                " reset the cache before that."
+            )
+        if not pause.clear_cache:
+            return (
+                f"The pause at event {pause.index} kept the cache, and KV of older weights was used"
+                " after the resume: reset the cache in between, that of running calls included"
+                " (NeMo-RL #4018, SkyRL #2246). A reset before the pause is too early: calls run."
+            )
+        return (
+            f"The pause at event {pause.index} was to clear the cache, and KV of older weights"
+            " survived: the reset was refused while calls ran (NeMo-RL #3929), or did not reach the"
+            " running calls."
+        )
 
 
 weights_no_stale_cache: Check = trace_check(

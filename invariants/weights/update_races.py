@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollproof.core.events.rollout import Fault, Pause, Resume, Submit, Weights
-from rollproof.invariants._shared.event_check import EventCheck, case_actions
+from rollproof.core.events.rollout import (
+    Fault,
+    Pause,
+    Resume,
+    Submit,
+    Update,
+    UpdatePhase,
+    Weights,
+)
+from rollproof.core.records import Version
+from rollproof.invariants._shared.event_check import EventCheck, case_actions, remember
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
@@ -207,17 +216,24 @@ weights_newest_update_stays: Check = trace_check(
 
 
 class WeightsOneLoadPerVersion(EventCheck):
-    """The same label again is a repetition; a reload after a death or a failed update, or under a
-    new label, is not.
+    """The same label again is a repetition; a reload after a death or a failed update, under a new
+    label, or for another update to equal weights is not.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._loaded: dict[str, Weights] = {}
+        self._times: dict[str, int] = {}
+        self._asked: dict[Version, int] = {}
         self._started = False
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._started = True
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        # A stack that numbers weights by itself gives equal weights the same label again.
+        if event.phase is UpdatePhase.ASKED:
+            remember(self._asked, event.version, self._asked.get(event.version, 0) + 1)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         # A reload after a failure is a repair, not a repetition.
@@ -227,13 +243,23 @@ class WeightsOneLoadPerVersion(EventCheck):
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not self._started or not event.loaded:
             return
+        # The stack repeats nothing if rollproof loaded these weights, or other ones in between.
+        if event.by_harness:
+            self._loaded.pop(event.server_id, None)
+            return
         out.exercised("loads")
         previous = self._loaded.get(event.server_id)
         self._loaded[event.server_id] = event
+        again = previous is not None and (previous.version, previous.label) == (
+            event.version,
+            event.label,
+        )
+        self._times[event.server_id] = self._times.get(event.server_id, 0) + 1 if again else 1
         if (
             previous is not None
+            and again
             and event.label is not None
-            and (previous.version, previous.label) == (event.version, event.label)
+            and self._times[event.server_id] > self._asked.get(event.version, 1)
         ):
             out.finding(
                 "a server loaded the same version twice",

@@ -77,6 +77,7 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
         self._paused: set[str] = set()
         self._started = False
         self._latest: Weights | None = None
+        self._loaded_by_harness: dict[str, int] = {}
         self._excuse: str | None = None
         self._skewed = {action.get("server") for action in case_actions(context.header, "skew")}
 
@@ -114,6 +115,10 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
             # After an identity update a server holds both versions, since they are equal.
             before | {event.version} if event.identity else frozenset((event.version,))
         )
+        # The stack knows nothing of a skew or of a server that comes back with other weights.
+        if event.by_harness:
+            self._loaded_by_harness[event.server_id] = event.index
+            return
         self._latest = event
         # An update that reached every replica settles what came before it.
         if not self._behind():
@@ -130,6 +135,7 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
                 server
                 for server, versions in self._versions.items()
                 if latest.version not in versions
+                and self._loaded_by_harness.get(server, -1) < latest.index
             ]
         )
 
@@ -246,6 +252,7 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
         super().__init__(context)
         self._paused: dict[str, None] = {}
         self._failed: dict[str, Fault] = {}
+        self._gave_up = False
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         # That the next update resumes the server is too late: in between its callers waited for
@@ -267,6 +274,7 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
         if _update_gave_up(event):
+            self._gave_up = True
             out.exercised("failed updates")
             self._failed.update(dict.fromkeys(self._paused, event))
         elif event.what == "death" and event.server_id is not None:
@@ -274,6 +282,10 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
             self._failed.pop(event.server_id, None)
 
     def finish(self, out: Collector) -> None:
+        if not self._gave_up:
+            out.inapplicable(
+                "no weight update gave up: no transfer broke, or the broken ones were repeated"
+            )
         for server, failure in self._failed.items():
             if self.complete or self.hung:
                 tail = f"; requests {sorted(self.hung)} hang" if self.hung else ""

@@ -66,9 +66,7 @@ class TestHistory:
         } == history.unlabelled()
 
     def test_the_label_of_an_update_is_none_of_other_weights(self) -> None:
-        """While the update runs, and as long as it is the latest; then the label becomes that of its
-        own weights, as they are loaded.
-        """
+        """As they are loaded, it becomes that of its own weights."""
         history = WeightHistory()
         history.published(Weights(server_id="s", version=0, label=0))
         history.asked(Update(version=1, label=1, phase=UpdatePhase.ASKED))

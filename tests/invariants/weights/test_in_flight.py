@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollproof.core.engine_contract import PauseMode
-from rollproof.judging.checks import Verdict
+from rollproof.core.events.rollout import Update, UpdatePhase
+from rollproof.judging.checks import Finding, Verdict
 from rollproof.verification.traces import judge
 from tests.support.engine_driver import spans
 from tests.support.trace_script import (
@@ -289,6 +290,69 @@ class TestNoStaleCache:
             true_rows=spans((0, 2, 0), (2, 3, "mixed")),
         )
         assert "rows 2 to 2 of call 1: version mixed" == finds(self.ID, script).observed
+
+    def _cached(self, *, pauses: bool, **pause: bool) -> Finding:
+        """A new call that was served KV of the old weights from the prefix cache."""
+        script = TraceScript()
+        script.weights(0).submit()
+        if pauses:
+            script.pause(**pause)
+        script.weights(1)
+        if pauses:
+            script.resume()
+        call = script.call((1, 2))
+        script.reply(
+            call,
+            (3, 4),
+            version=1,
+            true_rows=spans((0, 1, 0), (1, 3, 1)),
+            output={"cached_tokens": 1},
+        )
+        return finds(self.ID, script)
+
+    def test_the_hint_names_a_pause_that_kept_the_cache(self) -> None:
+        """Nothing reset it before the resume."""
+        finding = self._cached(pauses=True, clear_cache=False)
+        assert "The pause at event 2 kept the cache" in finding.hint
+        assert "A reset before the pause is too early" in finding.hint
+        assert "declare kv_policy='keep'" in finding.hint
+
+    def test_the_hint_names_a_transfer_that_outlasted_its_pause(self) -> None:
+        """The same rows, and the cache may well have been reset."""
+        finding = self._cached(pauses=False)
+        assert "The weights arrived at event 2, while the server was serving" in finding.hint
+        assert "kept the cache" not in finding.hint
+
+    def test_the_hint_names_a_reset_that_was_refused(self) -> None:
+        """The server said that it cleared its cache."""
+        finding = self._cached(pauses=True, clear_cache=True)
+        assert "was to clear the cache" in finding.hint
+        assert "the reset was refused while calls ran" in finding.hint
+
+    def test_weights_that_the_server_never_had_are_no_matter_of_its_cache(self) -> None:
+        """Rows that fit no weights at all, and what they were mixed with later."""
+        script = _updated()
+        for prompt, span in (((1, 2), (0, 3, 7)), ((1, 2, 3), (0, 4, "mixed"))):
+            call = script.call(prompt)
+            script.reply(
+                call, (3, 4), true_rows=spans(span), true_tokens=(), output={"cached_tokens": 1}
+            )
+        unknown(self.ID, script, "weights that it was never given")
+
+    def test_a_server_that_restarts_in_the_middle_of_an_update_is_not_judged(self) -> None:
+        """The update had paused it before it died, and loads into it as it serves again."""
+        script = TraceScript()
+        script.weights(0).submit().add(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        script.pause(clear_cache=True).fault("death", "s0").fault("revive", "s0")
+        script.weights(0, by_harness=True)
+        call = script.call((1, 2))
+        script.weights(1).resume()
+        mixed = spans((0, 2, 0), (2, 3, "mixed"))
+        script.reply(call, (3, 4), true_rows=mixed, true_tokens=spans((0, 2, "mixed")))
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ENDED))
+        again = script.call((1, 2, 3, 4))
+        script.reply(again, (5,), true_rows=mixed, output={"cached_tokens": 3})
+        unknown(self.ID, script, "not exercised")
 
     def test_recomputed_kv_of_a_frozen_call_passes(self) -> None:
         """First rows of the old weights, the rest of the new ones, each computed by one version

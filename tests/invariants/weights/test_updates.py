@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.trace_script import TraceScript, finds, passes, unknown
+from rollproof.core.events.rollout import Update, UpdatePhase
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 
 def _fleet(*, servers: tuple[str, ...] = ("s0", "s1"), **story: object) -> TraceScript:
@@ -73,6 +74,20 @@ class TestEveryReplica:
         finds(
             self.ID, _fleet(servers=("s0", "s1", "s2"), case=case).weights(1, "s1").weights(1, "s0")
         )
+
+    def test_what_the_harness_loads_is_no_update_of_the_stack(self) -> None:
+        """A skew that came before the update or after it, and one server that lags behind."""
+        before = _fleet().weights(1, "s1", by_harness=True).weights(2).weights(2, "s1")
+        passes(self.ID, before, updates_of_several_replicas=1)
+        after = _fleet().weights(1).weights(1, "s1").weights(2, by_harness=True)
+        passes(self.ID, after, updates_of_several_replicas=1)
+        lags = _fleet(servers=("s0", "s1", "s2")).weights(1, by_harness=True)
+        unknown(self.ID, lags.weights(1, "s1", by_harness=True), "not exercised")
+
+    def test_an_update_that_left_a_skewed_server_out_is_found(self) -> None:
+        """It has the older weights of the harness."""
+        script = _fleet().weights(1, "s1", by_harness=True).weights(2)
+        assert "s1 still holds 1" == finds(self.ID, script).observed
 
     def test_a_dead_server_is_not_waited_for(self) -> None:
         """An update reaches the living."""
@@ -201,7 +216,7 @@ class TestFailedUpdate:
     def test_a_procedure_that_tries_again_by_itself_has_not_failed(self) -> None:
         """Only a transfer broke; the second one worked, under the same pause or under a new one."""
         script = _fleet().pause().fault("update-failure", "s0").pause().weights(1).resume()
-        unknown(self.ID, script, "not exercised")
+        inapplicable(self.ID, script, "no weight update gave up")
 
     def test_another_update_that_holds_the_pause_is_waited_for(self) -> None:
         """Of two at once one failed: the other resumes."""
@@ -293,6 +308,22 @@ class TestOneLoad:
         finding = finds(self.ID, _fleet().weights(1).weights(1, identity=True))
         assert "one load of version 1, published as 1, by s0" == finding.expected
         assert "loads at events 3 and 4" == finding.observed
+
+    def test_a_load_of_the_harness_in_between_is_a_reason(self) -> None:
+        """It revived the server with the weights of the update that runs, or skewed it."""
+        revived = _fleet().weights(1, "s1", by_harness=True).weights(1, "s1")
+        passes(self.ID, revived, loads=1)
+        skewed = _fleet().weights(1).weights(2, by_harness=True).weights(1)
+        passes(self.ID, skewed, loads=2)
+
+    @pytest.mark.parametrize(("updates", "found"), [(1, 1), (2, 0)])
+    def test_as_many_loads_as_updates_pass(self, updates: int, found: int) -> None:
+        """A stack that numbers its weights by itself shows the same number for equal weights."""
+        script = _fleet()
+        for label in range(updates):
+            script.add(Update(version=1, label=label + 1, phase=UpdatePhase.ASKED))
+        script.weights(1, label="one").weights(1, label="one", identity=True)
+        assert found == check(self.ID, script).found
 
     def test_reloads_with_a_reason_pass(self) -> None:
         """After a failure or a death, under a new label, without a label, back to older weights,
