@@ -20,6 +20,7 @@ from rollproof.layouts.mesh import Rank
 from rollproof.layouts.padding import Alignment
 from rollproof.layouts.payloads import Coding
 from rollproof.layouts.sizes import (
+    ALONE,
     LENGTHS,
     draw_lengths,
     draw_rows,
@@ -257,7 +258,8 @@ def _all_axes(layout: Layout, random: np.random.Generator | None) -> Iterator[Ca
     """Yield calls with rows and stages divided at once, by sizes that differ from each other."""
     if random is None:
         # with equal sizes an axis could be taken for another unnoticed (miles#496)
-        meshes = (
+        meshes: tuple[dict[str, int], ...] = (
+            {},
             {"tp": 2, "cp": 3},
             {"tp": 3, "cp": 2, "pp": 4},
             {"tp": 2, "pp": 3, "vpp": 2},
@@ -265,6 +267,8 @@ def _all_axes(layout: Layout, random: np.random.Generator | None) -> Iterator[Ca
         )
         few: tuple[tuple[int, ...], ...] = ((5,), (7, 3))
         drawn = [(mesh, lengths) for mesh in meshes for lengths in few]
+    elif random.random() < ALONE:
+        drawn = [({}, draw_lengths(random, 12))]
     else:
         tp, cp, pp = (int(size) for size in random.choice([1, 2, 3, 4, 5], 3, replace=False))
         drawn = [({"tp": tp, "cp": cp, "pp": pp}, draw_lengths(random, 12))]

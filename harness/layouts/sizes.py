@@ -19,6 +19,7 @@ from rollproof.layouts.mesh import Mesh
 from rollproof.layouts.pipeline import Stages, moe_layers
 
 __all__ = [
+    "ALONE",
     "LENGTHS",
     "draw_lengths",
     "draw_rows",
@@ -30,6 +31,8 @@ __all__ = [
 
 LENGTHS = ((1,), (2,), (5,), (12,), (1, 1), (2, 5), (7, 3), (13, 4), (3, 1, 8))
 """Lengths of samples in the small scope, in tokens."""
+ALONE = 0.125
+"""The share of random cases on one rank, for adapters of trainers that run on one."""
 _PAIRS = ((1, 1), (2, 1), (1, 2), (1, 3), (2, 3), (3, 2))
 """Tensor and context-parallel sizes of the small scope."""
 _PLAIN = Stages()
@@ -54,9 +57,10 @@ loss, custom, empty.
 
 
 def small_rows(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout under every pair of tensor and context-parallel sizes of the small scope, on
-    a model of two layers.
+    """Yield the layout on one rank, and under every pair of tensor and context-parallel sizes of
+    the small scope, on a model of two layers.
     """
+    yield with_model(layout, 2, {})
     for tp, cp in _PAIRS:
         yield with_model(
             layout,
@@ -82,7 +86,9 @@ def small_stages(layout: Layout) -> Iterator[Layout]:
 
 
 def draw_rows(layout: Layout, random: np.random.Generator) -> Layout:
-    """Draw tensor and context-parallel sizes up to 5 that differ from each other."""
+    """Draw tensor and context-parallel sizes up to 5 that differ from each other, or one rank."""
+    if random.random() < ALONE:
+        return with_model(layout, int(random.integers(1, 4)), {})
     dp, tp, cp = (int(size) for size in random.choice([1, 2, 3, 4, 5], 3, replace=False))
     sizes = {
         "dp": dp,

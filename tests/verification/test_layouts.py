@@ -460,3 +460,40 @@ def test_an_uneven_division_may_repeat_drop_or_refuse(made: Any, failed: set[str
     """
     calls = [("divide", call) for call in layout_calls("divide", PLAIN, draws=12)]
     assert failed == _failing(judge_layouts(made, calls=calls))
+
+
+class _OneRank(MegatronLike):
+    """The functions of a trainer that runs on one rank, and says so."""
+
+    def supports(self, function: str, layout: Layout) -> str | None:
+        sizes = (layout.mesh.dp, layout.mesh.tp, layout.mesh.cp, layout.mesh.pp, layout.mesh.vpp)
+        return None if sizes == (1,) * 5 and layout.mesh.ulysses == 1 else "it runs on one rank"
+
+
+def test_on_one_rank_everything_is_judged_that_needs_no_second_one() -> None:
+    """Only slices over ranks and virtual stages are ruled out, and the self-test is seen."""
+    report = judge_layouts(_OneRank)
+    assert {"layout.tensor-slice", "layout.ulysses-slice", "layout.virtual-stages"} == {
+        result.id for result in report.results if result.verdict is Verdict.NOT_APPLICABLE
+    }
+    assert [] == [
+        result.id
+        for result in report.results
+        if result.verdict in (Verdict.FAIL, Verdict.UNKNOWN)
+    ]
+    assert report.canary is not None and report.canary.red
+
+
+class _OneRankTurned(_OneRank):
+    """Installs the targets of the next token."""
+
+    def targets(self, layout: Layout, *arguments: Any, **named: Any) -> Any:
+        return {
+            layer: np.roll(rows, 1, axis=0)
+            for layer, rows in super().targets(layout, *arguments, **named).items()
+        }
+
+
+def test_on_one_rank_a_shifted_row_is_seen() -> None:
+    """The cases of one rank tell rows apart."""
+    assert "layout.targets" in _failing(judge_layouts(_OneRankTurned))
