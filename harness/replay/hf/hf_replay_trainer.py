@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,13 @@ from rollproof.core.records import FloatArray, IntArray, Rollout
 from rollproof.core.replay_contract import FreeRows, Installs, Recompute, ReplayMode
 from rollproof.core.router_spy import Spy, UnsupportedStep, direction, sketch
 from rollproof.core.trainer_contract import trainer_contract
+from rollproof.errors import UsageError
 from rollproof.replay.hf.hf_setups import Setup
 from rollproof.replay.hf.inputs import Inputs, lay_out
 from rollproof.replay.hf.model_families import DENSE, FAMILIES, REFUSED, VOCAB, tiny_model
 from rollproof.replay.hf.passes import hf_record, hf_replay
 from rollproof.replay.hf.router_formulas import fixed_selection
+from rollproof.replay.hf.router_watch import last_forward_hook
 from rollproof.replay.hf.routers import find_routers
 from rollproof.replay.hf.varlen_attention import use_varlen
 
@@ -44,11 +46,27 @@ _ROUTER = re.compile(r"layers\.(\d+)\.(?:mlp\.gate|mlp\.router)$")
 class HfTrainer:
     """A replay subject (``rollproof.core.subjects.ReplaySubject``) around ``tiny_model``.
 
-    ``replay`` is the replay code under test, by default ``hf_replay``.
+    Args:
+        setup: the configuration of the trainer.
+        replay: the replay code under test, by default ``hf_replay``.
+        families: the model families that the replay code is for, if it is not for all: then it need
+            not refuse routers of others. Raises ``UsageError`` if the setup's is not among them.
     """
 
-    def __init__(self, setup: Setup | None = None, *, replay: Replay = hf_replay) -> None:
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        *,
+        replay: Replay = hf_replay,
+        families: Collection[str] | None = None,
+    ) -> None:
         self.setup: Setup = setup or Setup()
+        if families is not None and self.setup.family not in families:
+            raise UsageError(
+                f"The setup's family {self.setup.family!r} is not among those that the replay code"
+                f" is for: {sorted(families)}."
+            )
+        self._families = families
         self.contract: Contract = contract_of(self.setup)
         self.model: Any = self._model()
         self.called: Any = self.model
@@ -57,6 +75,10 @@ class HfTrainer:
         """Factor of the loss: the number of processes over which gradients are averaged."""
         self.inputs: Inputs
         self._replay = replay
+        if families is not None or replay is not hf_replay:
+            self.contract = _declared(
+                self.contract, own_families=families is not None, seen=self._installs_seen()
+            )
         self._others: dict[str, Any] = {}
         self._first = {
             name: parameter.detach().clone() for name, parameter in self.model.named_parameters()
@@ -151,6 +173,8 @@ class HfTrainer:
 
     def variant(self, name: str) -> HfTrainer:
         """Return the trainer on a model with routers that must be refused."""
+        if self._families is not None:
+            raise UnsupportedStep(f"the replay code is for {sorted(self._families)} alone")
         family = DENSE if name == "no-moe-layers" else name
         if family not in {DENSE, *REFUSED}:
             raise UnsupportedStep(f"there is no variant {name!r}")
@@ -185,9 +209,11 @@ class HfTrainer:
             other = self._other(step.model)
             if other is not None:
                 spies.enter_context(_spied(other, spy, inputs, step.model))
+            before = self._marks(self.model)
             with self._context(step, inputs) as entered, torch.set_grad_enabled(step.backward):
                 if step.action is Action.REPLAY:
-                    self._report_installed(spy)
+                    for layer in self._installed(self.model, before):
+                        spy.installed(layer)
                 if other is not None:
                     logprobs = inputs.logprobs(other(**inputs.call).logits)
                     if step.action is Action.REPLAY:  # the context must see a forward
@@ -223,10 +249,37 @@ class HfTrainer:
             return self._replay(self.model, inputs.routes())
         return hf_record(self.model) if step.action is Action.RECORD else nullcontext()
 
-    def _report_installed(self, spy: Spy) -> None:
-        for layer, gate in self._gates().items():
-            if "forward" in vars(gate):
-                spy.installed(layer)
+    @staticmethod
+    def _marks(model: nn.Module) -> dict[int, tuple[Any, ...]]:
+        """Return what shows on each router that code was installed: its forward and its hooks."""
+        return {
+            layer: (
+                vars(gate).get("forward"),
+                *gate._forward_hooks,
+                *gate._forward_pre_hooks,
+            )
+            for layer, gate in _gates(model)
+        }
+
+    def _installed(self, model: nn.Module, before: Mapping[int, tuple[Any, ...]]) -> list[int]:
+        return [layer for layer, marks in self._marks(model).items() if marks != before[layer]]
+
+    def _installs_seen(self) -> bool:
+        """Return whether routers show that the replay code has given them targets.
+
+        Code may work elsewhere, such as in the class of the routers or in ``torch.topk``.
+        """
+        model = self._model()
+        routes = torch.arange(self.contract.top_k or 1).repeat(
+            1, 2, self.contract.num_layers or 1, 1
+        )
+        before = self._marks(model)
+        seen = True
+        # an exception, so that no context checks at its end that a forward ran
+        with suppress(Exception), self._replay(model, routes):
+            seen = bool(self._installed(model, before))
+            raise UnsupportedStep("only the installation was tried")
+        return seen
 
     def _backward(self, loss: torch.Tensor, spy: Spy) -> None:
         with spy.recomputing():
@@ -343,12 +396,10 @@ def _spied(model: nn.Module, spy: Spy, inputs: Inputs, name: str = "policy") -> 
     def report(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         spy.routed(layer, output[2].detach().cpu().numpy(), tokens=tokens, model=name)
 
-    hooks = [gate.register_forward_hook(partial(report, layer)) for layer, gate in _gates(model)]
-    try:
+    with ExitStack() as hooks:
+        for layer, gate in _gates(model):
+            hooks.enter_context(last_forward_hook(gate, partial(report, layer)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _recorded(entered: Any, inputs: Inputs) -> dict[str, IntArray]:
@@ -372,6 +423,20 @@ def _hooks(model: nn.Module) -> int:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
     return sum(str(getattr(hook, "__module__", "")).startswith("rollproof.") for hook in hooks)
+
+
+def _declared(contract: Contract, *, own_families: bool, seen: bool) -> Contract:
+    """Return the contract of replay code that shows its installs, and is for its own families."""
+    terms = contract.replay
+    assert terms is not None
+    return replace(
+        contract,
+        replay=replace(
+            terms,
+            installs=terms.installs if seen else None,
+            unsupported=() if own_families else terms.unsupported,
+        ),
+    )
 
 
 def contract_of(setup: Setup) -> Contract:
