@@ -15,7 +15,7 @@ from rollproof.invariants.engine.engine_replies import Served
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = ["engine_ends", "engine_length", "engine_samples"]
 

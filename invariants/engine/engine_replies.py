@@ -357,8 +357,12 @@ class EngineIdentity(PerReply):
             gap = np.abs(first.logprobs[:shared] - second.logprobs[:shared])
             if len(gap) and gap.max() > TOLERANCE:
                 changes.append(f"logprobs differ by up to {gap.max():.3g} nats")
-        layers = self._changed_layers(
-            first.routes, second.routes, len(call.prompt_ids) + shared - 1
+        # routes of another shape have no layers to name: routes.shape reports them
+        comparable = readable(self.contract, first) and readable(self.contract, second)
+        layers = (
+            self._changed_layers(first.routes, second.routes, len(call.prompt_ids) + shared - 1)
+            if comparable
+            else []
         )
         if layers:
             changes.append(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import PartialOff, Provenance, ResumeBy
 from rollproof.core.error_text import error_kind
 from rollproof.core.events.rollout import Call, Fault, Gauge, Reply, Result, Submit
-from rollproof.core.records import FinishReason
+from rollproof.core.records import EngineOutput, FinishReason
 from rollproof.invariants._shared.event_check import (
     EndAwareCheck,
     EventCheck,
@@ -205,11 +206,26 @@ class LifecycleNoErrorWithoutFault(EventCheck):
             expected="a rollout: no server died, no reply was lost, no update failed",
             observed=f"{event.error}; {last}",
             where={"request": event.request_id, "index": event.index},
-            hint=(
-                "A legal engine reply made the stack raise: routes as a numpy array (verl #7158),"
-                " an abort without tokens (verl #5936, vime #49)."
-            ),
+            hint=_cause_of(event.error, replies[-1] if replies else None),
         )
+
+
+def _cause_of(error: str, last: EngineOutput | None) -> str:
+    """Return the known cause that the error and the last reply show, if they show one."""
+    if last is not None and last.routes is not None and _ARRAY.search(error):
+        return (
+            "A legal engine reply made the stack raise: it takes routes for a list or a tensor, and"
+            " the engine returned a numpy array (verl #7158)."
+        )
+    if last is not None and last.finish_reason is FinishReason.ABORT and not last.token_ids:
+        return (
+            "The last reply is an abort without tokens, which is legal: an engine answers so for a"
+            " call that it had not begun (verl #5936, vime #49)."
+        )
+    return "The error is the stack's own: its class and text say where it was raised."
+
+
+_ARRAY = re.compile(r"ndarray|numpy|truth value of an array", re.IGNORECASE)
 
 
 lifecycle_no_error_without_fault: Check = trace_check(

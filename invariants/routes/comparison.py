@@ -7,6 +7,7 @@ one fault is blamed on one check.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,7 +22,7 @@ from rollproof.judging.route_slices import RowPiece
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["Interval", "RouteEvidence", "is_filler", "of"]
+__all__ = ["Interval", "RouteEvidence", "filler_chance", "is_filler", "of"]
 
 Interval: TypeAlias = "tuple[int, int]"
 """Absolute positions ``start`` (inclusive) to ``end`` (exclusive)."""
@@ -222,6 +223,20 @@ def is_filler(
         per_cell: BoolArray = (ids == np.arange(rows.shape[2])).all(axis=(1, 2))
         return per_cell | running if flat.shape[1] > 1 else per_cell
     return np.zeros(len(rows), dtype=bool)
+
+
+def filler_chance(kind: Filler, cells: int, top_k: int, num_experts: int) -> float:
+    """Return the probability that a row of ordinary choices in ``cells`` layers looks like filler.
+
+    Two experts of eight are two neighbours in one choice of seven: a single cell says nothing.
+    """
+    choices = math.perm(num_experts, min(top_k, num_experts))
+    if kind is Filler.ARANGE:
+        # it begins with 0 in every cell, or with any expert in the first and runs on
+        return min(1.0, (1 + num_experts) * float(choices) ** -cells)
+    if kind is Filler.ZEROS and top_k == 1:
+        return float(num_experts) ** -cells
+    return 0.0
 
 
 def _gather(view: RequestView) -> RouteEvidence:

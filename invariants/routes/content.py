@@ -11,7 +11,7 @@ import numpy as np
 from rollproof.core.contract import Contract, Filler, LayerAxis, Provenance, ResumeBy, Rows
 from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.routes import comparison
-from rollproof.invariants.routes.comparison import BoolArray, is_filler
+from rollproof.invariants.routes.comparison import BoolArray, filler_chance, is_filler
 from rollproof.invariants.routes.origin import RowOrigin, group_of
 from rollproof.invariants.routes.route_phrases import amount, attempt_words, has_routes, needs_rows
 from rollproof.judging.checks import Collector, request_check
@@ -321,6 +321,8 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, wrong:
             str(filler)
             for filler in Filler
             if is_filler(row, filler, contract.num_experts or 1, before)[0]
+            # an ordinary choice looks like arange now and then
+            and filler_chance(filler, row.shape[1], row.shape[2], contract.num_experts or 1) < 1e-3
         ),
         "ids that look like a choice",
     )

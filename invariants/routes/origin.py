@@ -8,6 +8,7 @@ them wins, so that one fault has one name even if a few rows fit another explana
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,12 @@ import numpy.typing as npt
 from rollproof.core.contract import Filler
 from rollproof.core.records import IntArray, Version, spread
 from rollproof.invariants.routes import comparison
-from rollproof.invariants.routes.comparison import BoolArray, RouteEvidence, is_filler
+from rollproof.invariants.routes.comparison import (
+    BoolArray,
+    RouteEvidence,
+    filler_chance,
+    is_filler,
+)
 
 if TYPE_CHECKING:
     from rollproof.core.events.rollout import Reply
@@ -252,14 +258,28 @@ def _filler(
 ) -> Iterator[_Explanation]:
     assert evidence.routes is not None
     wrong_cells = np.where(wrong.differs[..., None], wrong.actual, -2)
+    experts, top_k = evidence.contract.num_experts or 1, wrong.actual.shape[2]
     # The fillers of SGLang and verl (zeros), vLLM's padded tokens (-1) and SkyRL and slime
     # (arange).
     for kind in (Filler.ZEROS, Filler.MINUS_ONE, Filler.ARANGE):
         fits = np.zeros(len(wrong_cells), dtype=bool)
+        by_chance = 0.0
         for i, row in enumerate(wrong_cells):
             cells = row[wrong.differs[i]][None].astype(evidence.routes.dtype)
-            fits[i] = is_filler(cells, kind, evidence.contract.num_experts or 1)[0]
-        yield fits, Clue(filler=kind, source=f"{kind} filler")
+            fits[i] = is_filler(cells, kind, experts)[0]
+            by_chance += filler_chance(kind, cells.shape[1], top_k, experts)
+        # ordinary choices of another token look like arange now and then
+        if _exceeds_chance(int(fits.sum()), by_chance):
+            yield fits, Clue(filler=kind, source=f"{kind} filler")
+
+
+def _exceeds_chance(found: int, expected: float) -> bool:
+    """Return whether so many rows are more than chance gives: Chernoff's bound is below 0.001."""
+    if not found or found <= expected:
+        return False
+    if not expected:
+        return True
+    return found - expected - found * math.log(found / expected) < math.log(1e-3)
 
 
 def _wrapped(

@@ -280,7 +280,7 @@ def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
         f"The sample has {count(len(values), 'logprob')} for {count(tokens, 'token')}",
         kind="fewer logprobs than tokens" if len(values) < tokens else "more logprobs than tokens",
         expected=f"one logprob per response token: {tokens}",
-        observed=f"{len(values)}: {window(values.tolist())}",
+        observed=f"{len(values)}: {window(values.tolist())}" if len(values) else "none",
         where=view.place(),
         hint=hint,
     )

@@ -66,7 +66,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
             f"The loss mask has {count(len(mask), 'entry|entries')} for {count(tokens, 'token')}",
             kind="a loss mask of another length than the tokens",
             expected=f"one entry per response token: {tokens}",
-            observed=f"{len(mask)}: {window(mask.tolist())}",
+            observed=f"{len(mask)}: {window(mask.tolist())}" if len(mask) else "none",
             where=view.place(),
             hint=(
                 "A resume must extend the mask with each segment, as it does the tokens (slime"

@@ -165,7 +165,7 @@ def versions_one_tag_per_token(view: RequestView, out: Collector) -> None:
         f"The sample has {count(len(tags), 'version tag')} for {count(tokens, 'token')}",
         kind="fewer tags than tokens" if len(tags) < tokens else "more tags than tokens",
         expected=f"one version per response token: {tokens}",
-        observed=f"{len(tags)}: {tag_list(tags)}",
+        observed=f"{len(tags)}: {tag_list(tags)}" if tags else "none",
         where=view.place(),
         hint="Append tags with the tokens of each segment; prompt tokens have none.",
     )

@@ -477,9 +477,7 @@ def test_on_one_rank_everything_is_judged_that_needs_no_second_one() -> None:
         result.id for result in report.results if result.verdict is Verdict.NOT_APPLICABLE
     }
     assert [] == [
-        result.id
-        for result in report.results
-        if result.verdict in (Verdict.FAIL, Verdict.UNKNOWN)
+        result.id for result in report.results if result.verdict in (Verdict.FAIL, Verdict.UNKNOWN)
     ]
     assert report.canary is not None and report.canary.red
 

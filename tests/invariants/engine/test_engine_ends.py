@@ -322,3 +322,34 @@ def test_the_other_setting_shows_the_other_mode() -> None:
     target: EngineTarget = fake_target("vllm")
     modes = [target.make(settings).contract.logprobs for settings in target.settings.values()]
     assert [Logprobs.RAW, Logprobs.PROCESSED] == modes
+
+
+def test_an_identity_update_counts_layers_of_the_declared_shape_only() -> None:
+    """Other rows in one layer are counted; those of another shape are not."""
+    trace = _trace("identity")
+    last = max(event.call_id for event in trace.events if isinstance(event, Reply))
+
+    def changed(change: Callable[[np.ndarray], np.ndarray]) -> Trace:
+        return replace(
+            trace,
+            events=tuple(
+                replace(event, output=replace(event.output, routes=change(event.output.routes)))
+                if isinstance(event, Reply)
+                and event.call_id == last
+                and event.output.routes is not None
+                else event
+                for event in trace.events
+            ),
+        )
+
+    def other_layer(routes: np.ndarray) -> np.ndarray:
+        routes = routes.copy()
+        routes[:, 2] = (routes[:, 2] + 1) % 8
+        return routes
+
+    seen = _judged(changed(other_layer), "engine.identity").findings[0]
+    assert "rows differ in 1 of 5 layers (layers [2])" == seen.observed
+    wider = _judged(
+        changed(lambda routes: np.concatenate([routes + 1, routes], axis=1)), "engine.identity"
+    )
+    assert () == wider.findings

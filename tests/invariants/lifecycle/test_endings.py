@@ -139,6 +139,31 @@ class TestNoErrorWithoutFault:
         )
         assert "verl #5936" in finding.hint
 
+    @pytest.mark.parametrize(
+        ("error", "named"),
+        [
+            ("AttributeError: 'numpy.ndarray' object has no attribute 'numpy'", True),
+            ("ValueError: The truth value of an array with more than one element", True),
+            ("KeyError: 'global_steps'", False),
+            ("RuntimeError: the queue is full", False),
+        ],
+    )
+    def test_arrays_are_named_only_if_the_error_is_about_them(
+        self, error: str, named: bool
+    ) -> None:
+        """Any other exception has a cause of its own (verl #7158 is about arrays)."""
+        script = opened()
+        call = script.call((1, 2))
+        script.reply(call, (3, 4), prompt_len=2).result(event={"error": error})
+        assert named == ("verl #7158" in finds(self.ID, script).hint)
+
+    def test_an_array_is_not_the_cause_where_no_reply_had_routes(self) -> None:
+        """The same words about another array."""
+        script = opened()
+        call = script.call((1, 2))
+        script.reply(call, (3, 4)).result(event={"error": "TypeError: numpy.float64"})
+        assert "verl" not in finds(self.ID, script).hint
+
     @pytest.mark.parametrize("what", ["lost-reply", "late-reply", "duplicate-reply", "reject"])
     def test_a_fault_of_its_own_call_explains_an_error(self, what: str) -> None:
         """The request may give up; another one may not."""

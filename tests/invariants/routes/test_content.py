@@ -297,6 +297,31 @@ def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
     assert choice.observed == "ids that look like a choice in 1 row (position 9)"
 
 
+def test_rows_of_arange_are_named_and_two_neighbours_are_not() -> None:
+    """Experts 3 and 4 of eight are an ordinary choice; a run through all layers is none."""
+    story = RoutedRequest()
+    filler = only_finding(story.judged(_edit(story, 2, np.arange(2))), "routes.captured")
+    assert "arange filler" in filler.observed
+    neighbours = story.good().copy()
+    cell = neighbours[2, 0]
+    neighbours[2, 0] = next(
+        pair for pair in ([0, 1], [3, 4], [5, 6]) if sorted(pair) != sorted(cell.tolist())
+    )
+    judged = story.judged(neighbours)
+    assert "arange" not in " ".join(
+        finding.observed for result in judged.results for finding in result.findings
+    )
+    assert failing(judged)
+
+
+def test_a_row_where_filler_belongs_is_not_called_arange_by_chance() -> None:
+    """With one layer of routers two neighbours prove nothing."""
+    model = {"num_layers": 1, "moe_layers": (0,)}
+    story = RoutedRequest(changes={"rows": "T", "final_row": "zeros", "filler": "zeros", **model})
+    finding = only_finding(story.judged(_edit(story, -1, [4, 5])), "routes.filler")
+    assert "ids that look like a choice in 1 row (position 9)" == finding.observed
+
+
 def test_a_repeated_row_is_filler_where_it_is_declared_and_only_of_its_neighbour() -> None:
     """The previous row again passes; a row from elsewhere does not, and arange is named as such."""
     story = RoutedRequest(changes=_CONVENTIONS["T, previous"])

@@ -139,6 +139,11 @@ class TestLength:
         assert "one logprob per response token: 8" == finding.expected
         assert {self.ID} == blamed(spoiled(lambda values: values[:-1]))
 
+    def test_an_empty_list_is_none(self) -> None:
+        """Not "0:" and nothing; a list with values shows them."""
+        assert "none" == finds(self.ID, spoiled(lambda values: values[:0])).observed
+        assert finds(self.ID, spoiled(lambda values: values[:2])).observed.startswith("2: [-")
+
     def test_a_segment_without_logprobs_explains_the_gap(self) -> None:
         """verl: tokens of a reply without logprobs are appended, and no logprobs with them."""
         parts = (PARTS[0], ScriptedCall(tokens=(21, 22), logprobs=False, version=1), PARTS[2])

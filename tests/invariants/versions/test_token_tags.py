@@ -145,6 +145,15 @@ class TestOneTagPerToken:
 
     ID = "versions.one-tag-per-token"
 
+    def test_no_tags_are_called_none(self) -> None:
+        """Not "0:" and nothing."""
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            versions="token",
+            sample={"token_versions": ()},
+        )
+        assert "none" == finds(self.ID, story).observed
+
     def test_a_missing_tag_is_found(self) -> None:
         """The environment's tokens have none."""
         parts = (
