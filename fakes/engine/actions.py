@@ -19,7 +19,7 @@ from rollproof.core.case import Action, ActionKind, EngineOptions
 from rollproof.core.events.rollout import Call, Fault
 from rollproof.core.records import Scalar
 from rollproof.core.trace import Recorder
-from rollproof.fakes.engine.inflight import InflightCall
+from rollproof.fakes.engine.inflight import FirstDraw, InflightCall
 from rollproof.fakes.engine.scheduler import EngineHooks
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ RETRY_STEPS = 20
 class Schedule(EngineHooks):
     """Counts the tokens of each request and fires the actions that are due.
 
-    ``attribute`` returns the request of a call, from its prompt and its handle; ``draw`` which draw
-    of its first token it gets, from its prompt and its sampling parameters.
+    ``attribute`` returns the request of a call, from its prompt and its handle; ``draw`` how
+    its first token is drawn, from its prompt and its sampling parameters.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Schedule(EngineHooks):
         actions: Iterable[Action],
         attribute: Callable[[tuple[int, ...], str | None], CallOwner],
         fire: Callable[[Action, InflightCall], None],
-        draw: Callable[[tuple[int, ...], Mapping[str, Scalar]], int] | None = None,
+        draw: Callable[[tuple[int, ...], Mapping[str, Scalar]], FirstDraw] | None = None,
     ) -> None:
         super().__init__()
         self._attribute = attribute
@@ -77,9 +77,9 @@ class Schedule(EngineHooks):
         """Return the request whose actions a call triggers."""
         return call.request_id or self._acting
 
-    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> int:
-        """Return which draw of its first token a call gets."""
-        return self._draw(prompt_ids, sampling) if self._draw else 0
+    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> FirstDraw:
+        """Return how the first token of a call is drawn."""
+        return self._draw(prompt_ids, sampling) if self._draw else FirstDraw()
 
     def rejects(self, request_id: str) -> bool:
         """Whether this call is turned away; called once for each call."""

@@ -17,7 +17,7 @@ from rollproof.core.call_ownership import CallOwner, named_request
 from rollproof.core.events.rollout import Fault, Result, Submit
 from rollproof.core.records import FinishReason, Request, Scalar
 from rollproof.core.trace import Recorder
-from rollproof.fakes.engine.inflight import InflightCall
+from rollproof.fakes.engine.inflight import FirstDraw, InflightCall
 
 __all__ = ["CURRENT_REQUEST", "CallOwners", "internal_calls"]
 
@@ -53,7 +53,9 @@ class CallOwners:
         self._faulty: set[int] = set()
         self._last: dict[str, CallOwner] = {}
         prompts = [request.prompt_ids for request in self._requests.values()]
-        self._draws = {prompt: 0 for prompt in prompts if prompts.count(prompt) > 1}
+        self._begun: dict[tuple[int, ...], set[int]] = {
+            prompt: set() for prompt in prompts if prompts.count(prompt) > 1
+        }
 
     def of(self, prompt_ids: tuple[int, ...], rid: str | None) -> CallOwner:
         """Return the request of a call."""
@@ -81,19 +83,18 @@ class CallOwners:
         self._last[owner.request_id or owner.acting] = owner
         return owner
 
-    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> int:
-        """Return which draw of its first token a call gets.
+    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> FirstDraw:
+        """Return how the first token of a call is drawn.
 
-        The calls that begin samples of one prompt get one after the other, unless they are greedy;
-        a seed is a draw of its own, the same for each call with it.
+        The calls that begin samples of one prompt get one token each, unless they are greedy; a
+        seed is a draw of its own, the same for each call with it.
         """
-        if prompt_ids not in self._draws or _greedy(sampling):
-            return 0
+        if prompt_ids not in self._begun or _greedy(sampling):
+            return FirstDraw()
         seed = next((sampling[name] for name in _SEEDS if sampling.get(name) is not None), None)
-        if seed is not None:
-            return seed if isinstance(seed, int) else 0
-        self._draws[prompt_ids] += 1
-        return self._draws[prompt_ids] - 1
+        if seed is None:
+            return FirstDraw(taken=self._begun[prompt_ids])
+        return FirstDraw(seed=seed if isinstance(seed, int) else 0)
 
     def _by_tokens(
         self, prompt_ids: tuple[int, ...], fitting: list[str], current: str | None
@@ -104,7 +105,7 @@ class CallOwners:
             # in the task of another request it may be a call for another purpose
             elsewhere = own is None and current in self._open
             return CallOwner(request_id=fitting[0], candidates=(fitting[0],) if elsewhere else ())
-        continued = self._continued(prompt_ids, fitting)
+        continued = self._continued(prompt_ids, fitting, own)
         if continued is not None:
             # a sequence stays whole: its calls are as certain as the one that began it
             return self._last[continued]
@@ -123,9 +124,17 @@ class CallOwners:
             request_id=owner, candidates=tuple(name for name in twins if name != owner)
         )
 
-    def _continued(self, prompt_ids: tuple[int, ...], fitting: list[str]) -> str | None:
-        """Return the request with the sampled tokens that a call continues, if there is one."""
+    def _continued(
+        self, prompt_ids: tuple[int, ...], fitting: list[str], own: str | None
+    ) -> str | None:
+        """Return the request with the sampled tokens that a call continues, if there is one: that
+        of the task, if the call has all tokens of it.
+        """
         shared = {name: self._shared(name, prompt_ids) for name in fitting}
+        if own is not None and shared[own]:
+            start = len(self._requests[own].prompt_ids)
+            if shared[own] == len(self.latest[own].ids) - start:
+                return own
         most = max(shared.values())
         best = [name for name, count in shared.items() if count == most]
         return best[0] if most and len(best) == 1 else None

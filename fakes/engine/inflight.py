@@ -12,7 +12,7 @@ from rollproof.fakes.coded.policy import PrefixState
 from rollproof.fakes.engine.flavours import Flavour, ReprefillRows
 from rollproof.fakes.engine.kv_cache import KeySpan, Kv, clipped, key_of
 
-__all__ = ["InflightCall", "Wire"]
+__all__ = ["FirstDraw", "InflightCall", "Wire"]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +47,20 @@ class Wire:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class FirstDraw:
+    """How the first token of a call is drawn. The samples of one prompt differ in it, so that one
+    can be told from another; what follows depends on weights and tokens alone.
+
+    seed: the draw among those of the same prompt and weights; 0: the policy's own.
+    taken: first tokens of other samples of the prompt, to which this one is added; ``None``: it may
+        be one of them.
+    """
+
+    seed: int = 0
+    taken: set[int] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class InflightCall:
     """A call between its submission and its reply.
@@ -64,7 +78,7 @@ class InflightCall:
     stays_queued: the call may not leave the queue in this step.
     deferred: the engine has not checked yet whether the last token ends the call.
     watched: the hooks follow each of its tokens.
-    draw: which of several draws of its first token it gets; see ``EngineHooks.draw``.
+    draw: how its first token is drawn.
     shares: its KV may go into the prefix cache, below ``root``; not after the cache was cleared.
     keys, labels: marks; from this many tokens on, tokens are sampled under this key and shown
         under this label.
@@ -94,7 +108,7 @@ class InflightCall:
     stays_queued: bool = False
     deferred: bool = False
     watched: bool = False
-    draw: int = 0
+    draw: FirstDraw = field(default_factory=lambda: FirstDraw())
     shares: bool = True
     root: Hashable = None
     cached: int | None = None

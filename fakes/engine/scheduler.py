@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
+from itertools import islice
 
 from rollproof.core.call_ownership import CallOwner
 from rollproof.core.case import EngineOptions
@@ -16,13 +17,18 @@ from rollproof.core.events.rollout import Admit, Call, Reply
 from rollproof.core.records import FinishReason, Scalar, Version
 from rollproof.core.trace import Recorder
 from rollproof.errors import RollproofError, SubjectError
-from rollproof.fakes.coded.policy import CodedPolicy, PrefixState
+from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.flavours import Flavour
-from rollproof.fakes.engine.inflight import InflightCall
+from rollproof.fakes.engine.inflight import FirstDraw, InflightCall
 from rollproof.fakes.engine.kv_cache import PrefixCache
 from rollproof.fakes.engine.replies import reply_to
 
 __all__ = ["EngineHooks", "Scheduler"]
+
+_DRAWS = 256
+"""How often a first token is drawn that no other sample of the prompt has; a small vocabulary may
+have none.
+"""
 
 
 class EngineHooks:
@@ -47,9 +53,9 @@ class EngineHooks:
         """Return the request whose actions a call triggers; called while the call is made."""
         return call.request_id
 
-    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> int:
-        """Return which of several draws of the first token this call gets, from 0."""
-        return 0
+    def draw(self, prompt_ids: tuple[int, ...], sampling: Mapping[str, Scalar]) -> FirstDraw:
+        """Return how the first token of a call is drawn."""
+        return FirstDraw()
 
     def rejects(self, request_id: str) -> bool:
         """Whether this call is turned away."""
@@ -152,7 +158,11 @@ class Scheduler:
             if not was_decoding and len(call.ids) >= call.limit:
                 self.end(call, FinishReason.LENGTH)
                 continue
-            token = policy.next_token(call.key, self._drawn_from(call))
+            token = (
+                policy.next_token(call.key, call.state)
+                if len(call.ids) > call.prompt_len
+                else self._first_token(call)
+            )
             call.state = policy.extend(call.state, token)
             call.ids.append(token)
             if call.wire is not None and call.wire.on_token is not None:
@@ -246,13 +256,21 @@ class Scheduler:
         self.cache.clear()
         return lost
 
-    def _drawn_from(self, call: InflightCall) -> PrefixState:
-        """Return the state from which the next token of a call is drawn."""
-        # The samples of one prompt differ from their first token on, so that one can be told from
-        # another. What follows depends on the tokens so far alone, as logprobs and routes do.
-        if call.sampled or not call.draw:
-            return call.state
-        return self._policy.extend(call.state, call.draw % self._policy.vocab)
+    def _first_token(self, call: InflightCall) -> int:
+        """Return the first token of a call, see ``FirstDraw``."""
+        policy, draw = self._policy, call.draw
+        # a policy draws by the tokens so far: one more stands for the seed
+        states = (
+            call.state if not seed else policy.extend(call.state, seed % policy.vocab)
+            for seed in range(draw.seed, draw.seed + policy.vocab)
+        )
+        tokens = (policy.next_token(call.key, state) for state in states)
+        if draw.taken is None:
+            return next(tokens)
+        free = (token for token in islice(tokens, _DRAWS) if token not in draw.taken)
+        token = next(free, policy.next_token(call.key, call.state))
+        draw.taken.add(token)
+        return token
 
     def _eligible(self, only_started: bool) -> Iterator[InflightCall]:
         for call in tuple(self.queue):

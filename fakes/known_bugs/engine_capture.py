@@ -93,6 +93,12 @@ class _TopKFromSize(AsSampled):
         return rows if rows is None else np.concatenate([rows, rows], axis=2)
 
 
+class _DenseTakenToBeFirst(_LayersByOrdinal):
+    def on_declared_layers(self, rows: IntArray) -> IntArray:
+        # the last columns: right if all dense layers are the first ones
+        return rows[:, -len(self.contract.moe_layers or ()) :]
+
+
 class _RoutesDropped(AsSampled):
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         return None
@@ -182,6 +188,7 @@ class _PrefixCacheOutlivesWeights(FakeEngine):
 
 
 _WIDE = case(model=Model(num_experts=300))
+_DENSE_BETWEEN = case(model=Model(num_layers=5, moe_layers=(0, 2, 4)))
 _DENSE_FIRST = case(model=Model(num_layers=4, moe_layers=(1, 2, 3)))
 _RETRACTED = case(act(ActionKind.SYNC, 3), pause_mode=PauseMode.RETRACT)
 _CACHED = case(act(ActionKind.SYNC, 3), engine=EngineOptions(prefix_cache=True))
@@ -206,6 +213,17 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl#5037", "slime#810"),
         make=_LayersByOrdinal,
         cases=(_DENSE_FIRST,),
+        detected_by=("routes.layer",),
+    ),
+    KnownBug(
+        id="dense-taken-to-be-first",
+        summary=(
+            "The last columns are taken for those of the MoE layers, in a model whose dense layers"
+            " lie between them."
+        ),
+        refs=("cf. verl#5037", "cf. slime#810"),
+        make=_DenseTakenToBeFirst,
+        cases=(_DENSE_BETWEEN,),
         detected_by=("routes.layer",),
     ),
     KnownBug(

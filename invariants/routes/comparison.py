@@ -152,11 +152,15 @@ class RouteEvidence:
         """Return what the engines returned at captured ``positions`` (ascending): ``(positions,
         moe_layers, top_k)``.
         """
+        return self.cells(self.returned(positions))
+
+    def returned(self, positions: npt.NDArray[np.int64]) -> IntArray:
+        """Return the same on the engines' own layer axis: ``(positions, layers, top_k)``."""
         parts = []
         for piece in self.pieces:
             inside = positions[(positions >= piece.start) & (positions < piece.end)]
             if len(inside):
-                parts.append(self.cells(piece.rows[inside - piece.start]))
+                parts.append(piece.rows[inside - piece.start])
         return np.concatenate(parts)
 
     def attempt_at(self, position: int) -> int | None:

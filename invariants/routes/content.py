@@ -115,7 +115,7 @@ def routes_layer(view: RequestView, out: Collector) -> None:
         hint=(
             "Engines differ in whether dense layers have a column (vLLM, SGLang: zeros;"
             " TensorRT-LLM: none). A mapping by position then shifts every MoE layer after a"
-            " dense one. Same cause: verl #5037, slime #810."
+            " dense one: index the columns by moe_layers. Same cause: verl #5037, slime #810."
         ),
     )
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from rollproof.core.contract import Filler
 from rollproof.core.records import IntArray, Version, spread
+from rollproof.invariants._shared.phrases import listing
 from rollproof.invariants.routes import comparison
 from rollproof.invariants.routes.comparison import (
     BoolArray,
@@ -338,6 +339,7 @@ def _layer(
             equal & wrong.differs[:, low:high].any(axis=1),
             Clue(shift=shift, source=f"shifted by {shift:+d}"),
         )
+    yield from _engine_columns(evidence, wrong)
     columns = [int(column) for column in np.flatnonzero(wrong.differs.any(axis=0))]
     pairs = [
         (column, source)
@@ -357,6 +359,28 @@ def _layer(
             for column, source in pairs[:4]
         )
         yield np.ones(len(wrong.actual), dtype=bool), Clue(source=mapping)
+
+
+def _engine_columns(evidence: RouteEvidence, wrong: _Mismatches) -> Iterator[_Explanation]:
+    """Try consecutive columns of engines that have columns for dense layers, too.
+
+    That is right for models with all dense layers first, and wrong for the others.
+    """
+    count = wrong.actual.shape[1]
+    if evidence.engine_columns is None or isinstance(evidence.columns, list):
+        return
+    returned = evidence.returned(wrong.positions).astype(np.int64)
+    layers = returned.shape[1]
+    for first in range(layers - count + 1):
+        last = first + count - 1
+        dense = sorted(set(range(first, last + 1)) - set(evidence.engine_columns))
+        source = f"{first} to {last} of the engine's {layers}"
+        if dense:
+            source += f", of which {listing(dense)} {'is' if len(dense) == 1 else 'are'} dense"
+        yield (
+            wrong.fits(returned[:, first : last + 1]),
+            Clue(source=f"the columns are columns {source}"),
+        )
 
 
 def _source_column(wrong: _Mismatches, column: int) -> int | None:

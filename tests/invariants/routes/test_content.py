@@ -7,13 +7,21 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollproof.core.case import Model
+from rollproof.core.contract import Contract, LayerAxis
 from rollproof.core.events.rollout import Weights
+from rollproof.fakes.clients.reference_clients import AsSampled
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.fakes.known_bugs._planting import case
 from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import Judgement
+from rollproof.verification.runner import run_case
 from rollproof.verification.traces import judge
 from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
 from tests.support.trace_builder import TraceBuilder
@@ -193,6 +201,39 @@ def test_a_layer_shift_names_the_layers_of_the_model() -> None:
     )
     assert finding.where == {"request": "r0", "position": 0, "layer": 1}
     assert "verl #5037" in finding.hint
+
+
+def _delivered_columns(columns: tuple[int, ...]) -> Judgement:
+    """Judge a client that takes these columns of its engine for those of MoE layers 0, 2 and 4."""
+
+    class Client(AsSampled):
+        def declared(self, fleet: Fleet) -> Contract:
+            return replace(super().declared(fleet), layer_axis=LayerAxis.MOE)
+
+        def on_declared_layers(self, rows: np.ndarray) -> np.ndarray:
+            return rows[:, list(columns)]
+
+    model = Model(num_layers=5, moe_layers=(0, 2, 4))
+    return judge(run_case(Client, case(model=model)))
+
+
+def test_consecutive_columns_of_an_engine_are_named() -> None:
+    """The last columns are not those of the MoE layers if dense layers lie between them: one has
+    zeros, and that alone is not the fault.
+    """
+    judgement = _delivered_columns((2, 3, 4))
+    assert ("routes.layer",) == judgement.failed
+    (finding,) = judgement["routes.layer"].findings
+    assert finding.observed.startswith(
+        "the columns are columns 2 to 4 of the engine's 5, of which 3 is dense; in 8 of 8 rows"
+    )
+    assert "index the columns by moe_layers" in finding.hint
+
+
+def test_other_columns_with_zeros_are_no_consecutive_ones() -> None:
+    """A column that was never written has zeros as well, and the others are right."""
+    assert ("routes.captured",) == _delivered_columns((0, 1, 4)).failed
+    assert () == _delivered_columns((0, 2, 4)).failed
 
 
 def test_two_exchanged_layers_are_named() -> None:
