@@ -15,7 +15,7 @@ from rollproof.judging.checks import Check, Collector, trace_check
 from rollproof.judging.weight_history import key
 
 if TYPE_CHECKING:
-    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = ["versions_label_with_weights"]
 

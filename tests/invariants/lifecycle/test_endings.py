@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollproof.core.events.rollout import Update, UpdatePhase
 from rollproof.core.trace import EVENT_KINDS
 from rollproof.invariants import lifecycle, weights
 from rollproof.judging.checks import Verdict
@@ -218,6 +219,47 @@ class TestCountersReturn:
             "2 when every request had ended",
         ) == (finding.title, finding.observed)
 
+    def test_the_hint_names_a_finally_where_something_was_cut_short(self) -> None:
+        """A call was aborted, or a server died."""
+        for cut in ("abort", "death"):
+            script = opened()
+            call = script.call((1, 2))
+            script.reply(call, (3,), reason="length" if cut == "death" else "abort")
+            if cut == "death":
+                script.fault("death", "s0")
+            assert "in a `finally`" in finds(self.ID, script.result((3,)).gauges(0, 1)).hint
+
+    def test_the_hint_names_no_finally_where_nothing_was_cut_short(self) -> None:
+        """The usual path leaks."""
+        finding = finds(self.ID, opened().result((3,)).gauges(0, 1))
+        assert "No call was cut short" in finding.hint
+        assert "finally" not in finding.hint
+
+    def test_the_hint_names_an_update_that_nobody_awaits(self) -> None:
+        """It had returned when it paused the server."""
+        script = opened()
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ENDED)).pause()
+        finding = finds(self.ID, script.result((3,)).gauges(0, 1, "s0/paused"))
+        assert (
+            "s0 was paused at event 3, when update_weights had returned, and not resumed: the"
+            " update goes on in a task that nobody awaits." == finding.hint
+        )
+
+    def test_the_hint_names_a_server_that_an_update_left_paused(self) -> None:
+        """The same counter, and the update was awaited."""
+        script = opened().add(Update(version=1, label=1, phase=UpdatePhase.ASKED)).pause()
+        script.add(Update(version=1, label=1, phase=UpdatePhase.FAILED))
+        finding = finds(self.ID, script.result((3,)).gauges(0, 1, "s0/paused"))
+        assert "s0 was paused at event 2 and never resumed." == finding.hint
+
+    def test_the_hint_names_a_call_that_still_runs(self) -> None:
+        """Its request ended without it."""
+        script = opened()
+        call = script.call((1, 2))
+        finding = finds(self.ID, script.result((3,)).gauges(0, 1, "s0/running"))
+        assert finding.hint.startswith(f"Call {call} to s0 had no reply yet")
+
     def test_counters_that_return_pass(self) -> None:
         """They may start anywhere."""
         passes(self.ID, opened().gauges(3, 3, "a").gauges(0, 0, "b").result((3,)), counters=2)
@@ -405,7 +447,9 @@ def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
     script = TraceScript(max_staleness=1, partial_off="dropped")
     frozen = judge(script.trace(), registry)["weights.no-token-while-paused"]
     assert (Verdict.NOT_APPLICABLE, True) == (frozen.verdict, "resume='client'" in frozen.reason)
-    registry = Registry(check for check in registry if check.id != frozen.id)
+    failed = judge(script.trace(), registry)["weights.failed-update-resumes"]
+    assert Verdict.NOT_APPLICABLE == failed.verdict
+    registry = Registry(check for check in registry if check.id not in (frozen.id, failed.id))
     assert {Verdict.UNKNOWN} == {
         result.verdict for result in judge(script.trace(), registry).results
     }
