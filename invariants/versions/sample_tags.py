@@ -95,15 +95,18 @@ def versions_present(view: RequestView, out: Collector) -> None:
     # Version 0 is falsy: `if version:` drops it, as in verl's ToolAgentLoop.
     missing = _absent_tags(view, rollout, shown_parts)
     if missing:
+        names = listing(missing, "or")
+        # The field is there, and says nothing.
+        empty = any("None" in observed for observed in missing.values())
         out.finding(
-            f"The sample carries no {listing(missing, 'or')}, although the engine showed"
-            f" {sampled_by(shown_parts, shown=True)}",
-            kind=f"no {listing(missing, 'or')}",
+            f"The sample {'names no version in its' if empty else 'carries no'} {names}, although"
+            f" the engine showed {sampled_by(shown_parts, shown=True)}",
+            kind=f"{names} without a version" if empty else f"no {names}",
             expected=(
                 f"{listing(missing)} of the tokens, as declared by"
                 f" versions={str(view.contract.versions)!r}"
             ),
-            observed=", ".join(f"{name} is absent" for name in missing),
+            observed=", ".join(missing.values()),
             where=view.place(version=shown_parts[0].shown),
             hint=(
                 "Version 0 is false in a condition: `if version:` drops it, `if version is"
@@ -117,31 +120,33 @@ def versions_present(view: RequestView, out: Collector) -> None:
         )
 
 
-def _absent_tags(view: RequestView, rollout: Rollout, shown_parts: Sequence[Sampler]) -> list[str]:
-    """Return the names of the declared tags that are missing."""
+def _absent_tags(
+    view: RequestView, rollout: Rollout, shown_parts: Sequence[Sampler]
+) -> dict[str, str]:
+    """Return the names of the declared tags that are missing, and what is there in their place."""
     kind = view.contract.versions
+    single: dict[str, Version] = {}
     if kind is Versions.SAMPLE:
-        return ["version"] if rollout.version is None else []
-    if kind in (Versions.MIN_MAX, Versions.BOUNDS):
-        return [
-            name
-            for name, tag in (
-                ("min version", rollout.min_version),
-                ("max version", rollout.max_version),
-            )
-            if tag is None
-        ]
+        single = {"version": rollout.version}
+    elif kind in (Versions.MIN_MAX, Versions.BOUNDS):
+        single = {"min version": rollout.min_version, "max version": rollout.max_version}
+    if single:
+        return {name: f"{name} is absent" for name, tag in single.items() if tag is None}
     if kind is Versions.CALL:
-        return [] if rollout.call_versions else ["call versions"]
+        return {} if rollout.call_versions else {"call versions": "call versions are absent"}
     if kind is Versions.SPAN:
-        return [] if any(span.version is not None for span in rollout.spans) else ["spans"]
+        if any(span.version is not None for span in rollout.spans):
+            return {}
+        spans = f"{count(len(rollout.spans), 'span')} of version None"
+        return {"spans": spans if rollout.spans else "spans are absent"}
     tags = rollout.token_versions
-    return (
-        []
-        if tags is not None
-        and any(tag is not None for part in shown_parts for tag in tags[part.start : part.end])
-        else ["token versions"]
-    )
+    if tags is None:
+        return {"token versions": "token versions are absent"}
+    sampled = [tag for part in shown_parts for tag in tags[part.start : part.end]]
+    if any(tag is not None for tag in sampled):
+        return {}
+    observed = f"token versions are None for {count(len(sampled), 'sampled token')}"
+    return {"token versions": observed if sampled else "token versions are empty"}
 
 
 @request_check(

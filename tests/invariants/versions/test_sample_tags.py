@@ -171,32 +171,60 @@ class TestPresent:
     ID = "versions.present"
 
     @pytest.mark.parametrize(
-        ("kind", "sample", "gone"),
+        ("kind", "sample", "gone", "observed"),
         [
-            ("sample", {"version": None}, "version"),
-            ("min-max", {"max_version": None}, "max version"),
-            ("min-max", {"min_version": None, "max_version": None}, "min version or max version"),
-            ("call", {"call_versions": ()}, "call versions"),
-            ("span", {"spans": ()}, "spans"),
-            ("span", {"spans": (Span(start=0, end=2, version=None),)}, "spans"),
-            ("token", {"token_versions": None}, "token versions"),
-            ("token", {"token_versions": (None, None)}, "token versions"),
+            ("sample", {"version": None}, "carries no version", "version is absent"),
+            ("min-max", {"max_version": None}, "carries no max version", "max version is absent"),
+            (
+                "min-max",
+                {"min_version": None, "max_version": None},
+                "carries no min version or max version",
+                "min version is absent, max version is absent",
+            ),
+            ("call", {"call_versions": ()}, "carries no call versions", "call versions are absent"),
+            ("span", {"spans": ()}, "carries no spans", "spans are absent"),
+            (
+                "span",
+                {"spans": (Span(start=0, end=2, version=None),)},
+                "names no version in its spans",
+                "1 span of version None",
+            ),
+            (
+                "token",
+                {"token_versions": None},
+                "carries no token versions",
+                "token versions are absent",
+            ),
+            (
+                "token",
+                {"token_versions": (None, None)},
+                "names no version in its token versions",
+                "token versions are None for 2 sampled tokens",
+            ),
+            (
+                "token",
+                {"token_versions": ()},
+                "carries no token versions",
+                "token versions are empty",
+            ),
         ],
     )
     def test_a_tag_that_is_not_there_is_found(
-        self, kind: str, sample: dict[str, Any], gone: str
+        self, kind: str, sample: dict[str, Any], gone: str, observed: str
     ) -> None:
-        """Declared, shown by the engine, and absent."""
+        """Declared, shown by the engine, and absent, or there without a version."""
         story = script_rollout(
             ScriptedCall(tokens=(11, 12), version=3, reason="stop"), versions=kind, sample=sample
         )
         finding = finds(self.ID, story)
         assert (
-            f"The sample carries no {gone}, although the engine showed version 3 for tokens 0-1"
+            f"The sample {gone}, although the engine showed version 3 for tokens 0-1"
             == finding.title
         )
+        assert observed == finding.observed
         assert "The stack dropped the tag" in finding.hint
-        assert {self.ID} == blamed(story)
+        if sample != {"token_versions": ()}:
+            assert {self.ID} == blamed(story)
 
     def test_a_dropped_zero_is_explained(self) -> None:
         """``if version:`` drops it."""
