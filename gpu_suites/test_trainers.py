@@ -24,7 +24,7 @@ from rollproof.gpu_suites.report.run_report import RunReport
 from rollproof.gpu_suites.timing import Part, Stopwatch
 from rollproof.gpu_suites.trainer_setups import MEGATRON_SETUPS, single_process, summing_on_gpus
 from rollproof.judging.report import Report
-from rollproof.replay.megatron.megatron_setups import Setup
+from rollproof.replay.megatron.megatron_setups import MegatronSetup
 from rollproof.replay.process_group import RankError, Ranks
 from rollproof.replay.replay_samples import make_samples
 from rollproof.verification.replay import judge_replay
@@ -108,13 +108,13 @@ def repeatable() -> Iterator[None]:
 def test_hf(name: str, rollproof_run: RunReport) -> None:
     """``hf_replay`` keeps every promise of replay on a GPU."""
     from rollproof.replay.hf.hf_replay_trainer import HfTrainer
-    from rollproof.replay.hf.hf_setups import Setup as HfSetup
+    from rollproof.replay.hf.hf_setups import Setup
     from rollproof.replay.hf.inputs import Layout
 
     options: dict[str, Any] = {**HF[name], "device": "cuda"}
     if "layout" in options:
         options["layout"] = Layout(options["layout"])
-    report = timed(lambda: HfTrainer(HfSetup(**options)), f"hf {name}", rollproof_run)
+    report = timed(lambda: HfTrainer(Setup(**options)), f"hf {name}", rollproof_run)
     require_pass(report, COARSE if options.get("dtype") == "bfloat16" else frozenset())
 
 
@@ -126,13 +126,13 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
 @pytest.mark.parametrize("name", RANKED)
 def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
     """The same holds under FSDP2 and DDP over NCCL."""
-    from rollproof.replay.hf.hf_setups import Setup as HfSetup
+    from rollproof.replay.hf.hf_setups import Setup
     from rollproof.replay.hf.ranked_trainer import RankedHfTrainer, hf_ranks
 
     options: dict[str, Any] = {**RANKED[name], "device": "cuda", "samples": ranks}
     with hf_ranks(cuda=True) as started:
         report = timed(
-            lambda: RankedHfTrainer(HfSetup(**options), started, ranks),
+            lambda: RankedHfTrainer(Setup(**options), started, ranks),
             f"hf {name} on {ranks}",
             rollproof_run,
         )
@@ -183,7 +183,7 @@ def megatron_on_gpus() -> Iterator[Any]:
 
 @megatron
 @pytest.mark.parametrize("setup", _by_gpus())
-def test_megatron(setup: Setup, megatron_on_gpus: Any, rollproof_run: RunReport) -> None:
+def test_megatron(setup: MegatronSetup, megatron_on_gpus: Any, rollproof_run: RunReport) -> None:
     """megatron-core's ``RouterReplay`` keeps every promise of replay over NCCL, with and without
     recompute. The merged recordings of all ranks are that of one GPU, id for id, and their replay
     in place changes no bit of a logprob.

@@ -13,7 +13,7 @@ from typing import Any
 from rollproof.core.contract import LayerAxis
 from rollproof.gpu_suites.gap.ranked_scorer import Division
 from rollproof.replay.megatron.megatron_setups import SETUPS as MEGATRON
-from rollproof.replay.megatron.megatron_setups import Dispatcher, RouterKind, Setup
+from rollproof.replay.megatron.megatron_setups import Dispatcher, MegatronSetup, RouterKind
 
 __all__ = [
     "GAP_MEGATRON",
@@ -28,9 +28,9 @@ _A2A = Dispatcher.ALLTOALL
 # Several kinds of parallelism at once, which needs more than two GPUs.
 # A packed microbatch of a rank is one sequence with its own width.
 _MIXED = (
-    Setup(name="tp2-pp2-ep2", tp=2, pp=2, ep=2, dispatcher=_A2A, microbatches=4),
-    Setup(name="tp2-cp2", tp=2, cp=2, dispatcher=_A2A),
-    Setup(
+    MegatronSetup(name="tp2-pp2-ep2", tp=2, pp=2, ep=2, dispatcher=_A2A, microbatches=4),
+    MegatronSetup(name="tp2-cp2", tp=2, cp=2, dispatcher=_A2A),
+    MegatronSetup(
         name="ep2-pp2-vpp2",
         dp=2,
         ep=2,
@@ -40,9 +40,9 @@ _MIXED = (
         microbatches=4,
         microbatch_size=4,
     ),
-    Setup(name="tp4", tp=4, dispatcher=_A2A),
-    Setup(name="ep4-alltoall", dp=4, ep=4, dispatcher=_A2A, microbatch_size=4),
-    Setup(
+    MegatronSetup(name="tp4", tp=4, dispatcher=_A2A),
+    MegatronSetup(name="ep4-alltoall", dp=4, ep=4, dispatcher=_A2A, microbatch_size=4),
+    MegatronSetup(
         name="packed-tp2-cp2",
         tp=2,
         cp=2,
@@ -52,7 +52,7 @@ _MIXED = (
         dispatcher=_A2A,
         moe_layers=(1, 2, 3),
     ),
-    Setup(
+    MegatronSetup(
         name="packed-pp2-ep2-sigmoid",
         dp=2,
         pp=2,
@@ -67,7 +67,7 @@ _MIXED = (
     ),
 )
 
-MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
+MEGATRON_SETUPS: Mapping[str, MegatronSetup] = MappingProxyType(
     {
         setup.name: setup
         for setup in (
@@ -125,7 +125,7 @@ GAP_TRAINERS: tuple[str, ...] = ("hf", *GAP_RANKED, *GAP_MEGATRON)
 """Names that ``--rollproof-trainer`` takes."""
 
 
-def single_process(setup: Setup) -> Setup:
+def single_process(setup: MegatronSetup) -> MegatronSetup:
     """Return the setup with the same model and batches on one GPU."""
     return replace(
         setup, name=f"{setup.name} on one", dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None

@@ -25,21 +25,21 @@ from rollproof.simulation.memory_network import Network
 from rollproof.simulation.virtual_loop import VirtualLoop
 
 __all__ = [
-    "HttpManager",
-    "Keeping",
-    "SglangKeeper",
-    "SglangManager",
-    "SglangStreamer",
-    "VllmKeeper",
-    "VllmManager",
-    "VllmStreamer",
+    "HttpResumeClient",
+    "ResumesBrokenStreams",
+    "SglangClient",
+    "SglangPartialStreamClient",
+    "SglangStreamClient",
+    "VllmClient",
+    "VllmPartialStreamClient",
+    "VllmStreamClient",
     "parse_version",
 ]
 
 _FIRST_PORT = 30_000
 
 
-class HttpManager(AsSampled):
+class HttpResumeClient(AsSampled):
     """Calls its engines over HTTP.
 
     Attributes:
@@ -128,7 +128,7 @@ class HttpManager(AsSampled):
         raise NotImplementedError(f"{type(self).__name__} must implement output")
 
 
-class SglangManager(HttpManager):
+class SglangClient(HttpResumeClient):
     """Speaks to SGLang's ``/generate``."""
 
     flavours: ClassVar[tuple[str, ...]] = ("sglang", "sglang-0.5.17")
@@ -192,7 +192,7 @@ class SglangManager(HttpManager):
         return _spans(meta.get("weight_versions", ()))
 
 
-class SglangStreamer(SglangManager):
+class SglangStreamClient(SglangClient):
     """Reads a stream of events that each have all tokens so far."""
 
     def request_body(
@@ -208,7 +208,7 @@ class SglangStreamer(SglangManager):
         return events[-1]
 
 
-class VllmManager(HttpManager):
+class VllmClient(HttpResumeClient):
     """Speaks to vLLM's ``/inference/v1/generate``."""
 
     flavours: ClassVar[tuple[str, ...]] = ("vllm", "vllm-0.26")
@@ -257,7 +257,7 @@ class VllmManager(HttpManager):
         return from_npy(text)
 
 
-class VllmStreamer(VllmManager):
+class VllmStreamClient(VllmClient):
     """Reads a stream of events that each have what is new."""
 
     def request_body(
@@ -282,7 +282,7 @@ class VllmStreamer(VllmManager):
         return {"choices": [joined]}
 
 
-class Keeping(HttpManager):
+class ResumesBrokenStreams(HttpResumeClient):
     """Resumes a stream that breaks off from what it has brought, as after an abort, if partial
     rollout is on.
     """
@@ -300,11 +300,11 @@ class Keeping(HttpManager):
             return self.read(sample, error.partial, len(sent))
 
 
-class SglangKeeper(Keeping, SglangStreamer):
+class SglangPartialStreamClient(ResumesBrokenStreams, SglangStreamClient):
     """Speaks to SGLang's ``/generate``."""
 
 
-class VllmKeeper(Keeping, VllmStreamer):
+class VllmPartialStreamClient(ResumesBrokenStreams, VllmStreamClient):
     """Speaks to vLLM's ``/inference/v1/generate``."""
 
 

@@ -23,10 +23,10 @@ from rollproof.core.records import (
     Span,
 )
 from rollproof.fakes.clients.http_clients import (
-    SglangKeeper,
-    SglangManager,
-    SglangStreamer,
-    VllmManager,
+    SglangClient,
+    SglangPartialStreamClient,
+    SglangStreamClient,
+    VllmClient,
     parse_version,
 )
 from rollproof.fakes.clients.resuming import PartialSample
@@ -48,7 +48,7 @@ def _events(error: BrokenReply) -> list[Any]:
     return [] if error.partial is None else error.partial.events()
 
 
-class _WireDtypeKeyIgnored(SglangManager):
+class _WireDtypeKeyIgnored(SglangClient):
     """Reads the bytes as int32, whatever type the server names."""
 
     served: ClassVar[Mapping[str, Any]] = {"routes": RoutesForm.COMPACT}
@@ -58,7 +58,7 @@ class _WireDtypeKeyIgnored(SglangManager):
         return super().rows({**meta, "routed_experts_dtype": "int32"})
 
 
-class _WireBigEndian(SglangManager):
+class _WireBigEndian(SglangClient):
     """Reads the bytes in network order."""
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
@@ -66,7 +66,7 @@ class _WireBigEndian(SglangManager):
         return None if rows is None else rows.byteswap()
 
 
-class _WireInt32AsBytes(SglangManager):
+class _WireInt32AsBytes(SglangClient):
     """Reads the int32 array as bytes, as many as the rows that it expects."""
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
@@ -78,7 +78,7 @@ class _WireInt32AsBytes(SglangManager):
         return flat.reshape(-1, model.num_layers, model.top_k).astype(np.int32)
 
 
-class _WireLayersFirst(SglangManager):
+class _WireLayersFirst(SglangClient):
     """Reads the buffer as (layers, rows, top_k)."""
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
@@ -89,7 +89,7 @@ class _WireLayersFirst(SglangManager):
         return np.ascontiguousarray(rows.reshape(layers, count, top_k).transpose(1, 0, 2))
 
 
-class _WireTopKFromBuffer(SglangManager):
+class _WireTopKFromBuffer(SglangClient):
     """Computes top-k from the length of the buffer and the number of rows that it believes to have
     requested.
     """
@@ -101,7 +101,7 @@ class _WireTopKFromBuffer(SglangManager):
         return rows.reshape(len(rows) // 2, rows.shape[1], -1)
 
 
-class _WireCumulativeAsDelta(SglangStreamer):
+class _WireCumulativeAsDelta(SglangStreamClient):
     """Joins the tokens of events that each contain all of them."""
 
     def decode(self, reply: HttpReply) -> Any:
@@ -116,13 +116,13 @@ class _WireCumulativeAsDelta(SglangStreamer):
         return last
 
 
-class _WireDeltaAsCumulative(SglangStreamer):
+class _WireDeltaAsCumulative(SglangStreamClient):
     """Takes the last event for the reply, although the server streams deltas."""
 
     served: ClassVar[Mapping[str, Any]] = {"incremental": True}
 
 
-class _WireCutStreamIsStop(SglangStreamer):
+class _WireCutStreamIsStop(SglangStreamClient):
     """Returns a broken stream as if the model had stopped."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.TRUNCATE)
@@ -138,7 +138,7 @@ class _WireCutStreamIsStop(SglangStreamer):
             return self.output(sample, last)
 
 
-class _WireShortStreamIsLength(SglangStreamer):
+class _WireShortStreamIsLength(SglangStreamClient):
     """Returns a stream that ends early, in order, as if its budget were used up."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.WRONG_LENGTH)
@@ -151,7 +151,7 @@ class _WireShortStreamIsLength(SglangStreamer):
         return last
 
 
-class _WireRetryCountsBoth(SglangStreamer):
+class _WireRetryCountsBoth(SglangStreamClient):
     """Keeps the tokens of a broken stream, and makes the whole call again."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
@@ -169,7 +169,7 @@ class _WireRetryCountsBoth(SglangStreamer):
             raise
 
 
-class _WirePartialTokenLost(SglangKeeper):
+class _WirePartialTokenLost(SglangPartialStreamClient):
     """Continues from the tokens of a broken stream, and returns all but the last of them."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
@@ -185,7 +185,7 @@ class _WirePartialTokenLost(SglangKeeper):
         return super().finished(sample)
 
 
-class _WirePartialTokenSentTwice(SglangKeeper):
+class _WirePartialTokenSentTwice(SglangPartialStreamClient):
     """Continues from the tokens of a broken stream, and sends the last one twice."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
@@ -194,7 +194,7 @@ class _WirePartialTokenSentTwice(SglangKeeper):
         return (*sample.ids, *sample.response[-1:])
 
 
-class _WireRetryForgetsSampling(SglangManager):
+class _WireRetryForgetsSampling(SglangClient):
     """Answers a status 503 by another call with the server's own sampling parameters."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.STATUS, after_engine=True)
@@ -203,7 +203,7 @@ class _WireRetryForgetsSampling(SglangManager):
         return super().sampling_for(sample) if sample.attempts <= 1 else {}
 
 
-class _WireSlowReplyCountsTwice(SglangManager):
+class _WireSlowReplyCountsTwice(SglangClient):
     """Makes a slow call again, uses the first reply, and adds the other one later."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.SLOW, seconds=30.0)
@@ -220,7 +220,7 @@ class _WireSlowReplyCountsTwice(SglangManager):
         return second
 
 
-class _WireFailureIsASample(SglangManager):
+class _WireFailureIsASample(SglangClient):
     """Ends the sample at a status 503, with the tokens so far."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.STATUS, nth=(2,))
@@ -236,7 +236,7 @@ class _WireFailureIsASample(SglangManager):
             )
 
 
-class _WireAbortByPrefix(SglangManager):
+class _WireAbortByPrefix(SglangClient):
     """Names calls like their request, and aborts that name once more after the request's end."""
 
     def handle(self, sample: PartialSample) -> str:
@@ -248,7 +248,7 @@ class _WireAbortByPrefix(SglangManager):
         return rollout
 
 
-class _WireVersionAfterReply(SglangManager):
+class _WireVersionAfterReply(SglangClient):
     """Asks the server for its version after the reply, instead of reading the reply's own."""
 
     async def call(
@@ -272,7 +272,7 @@ class _WireVersionAfterReply(SglangManager):
         return PauseMode(fleet.pause_mode)
 
 
-class _WireVersionsAsText(SglangManager):
+class _WireVersionsAsText(SglangClient):
     """Compares versions as the texts that HTTP transports."""
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class _WireVersionsAsText(SglangManager):
         return {"min_version": int(min(texts)), "max_version": int(max(texts))}
 
 
-class _WireTokensFromText(SglangManager):
+class _WireTokensFromText(SglangClient):
     """Tokenises the text again, which lacks the end of the sequence."""
 
     def tokens(self, decoded: Mapping[str, Any]) -> tuple[int, ...]:
@@ -297,14 +297,14 @@ class _WireTokensFromText(SglangManager):
         )
 
 
-class _WireReasonObjectAsText(SglangManager):
+class _WireReasonObjectAsText(SglangClient):
     """Compares SGLang's finish reason, an object, with the word ``abort``."""
 
     def reason(self, reason: Any) -> FinishReason:
         return FinishReason.ABORT if reason == "abort" else FinishReason.STOP
 
 
-class _WireQueuedAbortKey(SglangManager):
+class _WireQueuedAbortKey(SglangClient):
     """Reads a key that the reply to a call aborted in the queue does not have."""
 
     def output(self, sample: PartialSample, decoded: Any) -> EngineOutput:
@@ -312,7 +312,7 @@ class _WireQueuedAbortKey(SglangManager):
         return super().output(sample, decoded)
 
 
-class _WireFirstRowCut(VllmManager):
+class _WireFirstRowCut(VllmClient):
     """Cuts off the first row, as if it were the header of the file."""
 
     def rows(self, text: str) -> IntArray:

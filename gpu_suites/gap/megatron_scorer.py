@@ -24,7 +24,7 @@ _STEPS = count()
 
 class MegatronScorer:
     """megatron-core on ``ranks`` with the weights of ``checkpoints`` (folders by version);
-    ``sizes`` are those of a ``Setup``.
+    ``sizes`` are those of a ``MegatronSetup``.
 
     ``batch`` samples of similar length make a microbatch of all data-parallel ranks together.
     ``recompute`` is how the model is configured: a forward pass alone is the same under each.

@@ -27,8 +27,8 @@ from rollproof.replay.megatron.megatron_setups import (
     OTHERS,
     SETUPS,
     Dispatcher,
+    MegatronSetup,
     ReplayCodeName,
-    Setup,
 )
 from rollproof.replay.megatron.megatron_trainer import MegatronTrainer, megatron_ranks
 from rollproof.replay.process_group import Ranks
@@ -80,11 +80,11 @@ def _prepared(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def undivided(ranks: Ranks) -> Callable[[Setup], Outcome]:
+def undivided(ranks: Ranks) -> Callable[[MegatronSetup], Outcome]:
     """What one process records of the model of a setup; asked once for each model."""
 
     @cache
-    def recorded(setup: Setup) -> Outcome:
+    def recorded(setup: MegatronSetup) -> Outcome:
         return _run(MegatronTrainer(setup, ranks), _step(setup, Action.RECORD))[0]
 
     one = {
@@ -101,7 +101,7 @@ def undivided(ranks: Ranks) -> Callable[[Setup], Outcome]:
 
 
 def _step(
-    setup: Setup,
+    setup: MegatronSetup,
     action: Action,
     samples: tuple[Rollout, ...] | None = None,
     recompute: Recompute = Recompute.NONE,
@@ -138,7 +138,7 @@ def _chosen(calls: list[Routing], phase: Phase) -> dict[tuple[int, int, int], li
 
 @each_setup
 def test_recordings_of_all_ranks_merge_to_that_of_one_process(
-    ranks: Ranks, undivided: Callable[[Setup], Outcome], name: str
+    ranks: Ranks, undivided: Callable[[MegatronSetup], Outcome], name: str
 ) -> None:
     """What tensor, context, pipeline, virtual and data-parallel ranks recorded, merged, is what one
     process records, bit for bit.
@@ -223,7 +223,7 @@ def test_every_row_executes_the_routes_of_its_own_place(ranks: Ranks, name: str)
 
 
 def _misplaced_or_seen(
-    call: Routing, coding: Coding, setup: Setup, samples: tuple[Rollout, ...]
+    call: Routing, coding: Coding, setup: MegatronSetup, samples: tuple[Rollout, ...]
 ) -> Iterator[tuple[int, int, int]]:
     """Where each row with a target says that it belongs: its own place, or one that no row has
     (layer -1).
@@ -245,7 +245,7 @@ def _misplaced_or_seen(
         yield (own[0], own[1], call.layer if own in told else -1)
 
 
-def _executed(setup: Setup, step: Step, calls: list[Routing], phase: Phase) -> bool:
+def _executed(setup: MegatronSetup, step: Step, calls: list[Routing], phase: Phase) -> bool:
     """Whether every captured row of the step executed its target, in each layer, in that phase."""
     targets = ExpectedRows(setup.contract(), step.samples)
     wanted = np.where(targets.known[..., None], np.sort(targets.experts), -1)
@@ -261,7 +261,7 @@ def _executed(setup: Setup, step: Step, calls: list[Routing], phase: Phase) -> b
     ("setup", "recompute"), [pytest.param(*row, id=str(number)) for number, *row in COVERING]
 )
 def test_rows_of_the_covering_array_execute_their_targets(
-    ranks: Ranks, setup: Setup, recompute: Recompute
+    ranks: Ranks, setup: MegatronSetup, recompute: Recompute
 ) -> None:
     """Every captured row executes its target, forward and in recompute; logprobs and gate gradients
     are those of the plain model.

@@ -20,7 +20,7 @@ from rollproof.core.router_spy import Spy
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
 from rollproof.replay.driver import record_replay
-from rollproof.replay.megatron.megatron_setups import SETUPS, RouterKind, Setup
+from rollproof.replay.megatron.megatron_setups import SETUPS, MegatronSetup, RouterKind
 from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
 from rollproof.replay.process_group import RankError, Ranks
 from rollproof.replay.replay_samples import make_samples, with_drawn_routes
@@ -119,11 +119,11 @@ def test_a_rank_that_ends_in_the_middle_of_a_schedule_is_named(
 
 
 ODD = (
-    Setup(name="experts in the last stage only", pp=2, moe_layers=(3,), microbatches=3),
-    Setup(name="one layer a stage", pp=3, num_layers=3, moe_layers=(1,), microbatches=4),
-    Setup(name="every second layer", tp=2, moe_layers=(0, 2)),
-    Setup(name="four tensor ranks", tp=4, num_layers=2, moe_layers=(1,)),
-    Setup(
+    MegatronSetup(name="experts in the last stage only", pp=2, moe_layers=(3,), microbatches=3),
+    MegatronSetup(name="one layer a stage", pp=3, num_layers=3, moe_layers=(1,), microbatches=4),
+    MegatronSetup(name="every second layer", tp=2, moe_layers=(0, 2)),
+    MegatronSetup(name="four tensor ranks", tp=4, num_layers=2, moe_layers=(1,)),
+    MegatronSetup(
         name="one sample of a step",
         cp=2,
         num_layers=2,
@@ -131,7 +131,7 @@ ODD = (
         microbatch_size=1,
         microbatches=1,
     ),
-    Setup(
+    MegatronSetup(
         name="257 experts",
         num_layers=2,
         moe_layers=(1,),
@@ -139,15 +139,19 @@ ODD = (
         mode=ReplayMode.R2,
         layer_axis=LayerAxis.MOE,
     ),
-    Setup(name="all experts chosen", num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=4),
-    Setup(
+    MegatronSetup(
+        name="all experts chosen", num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=4
+    ),
+    MegatronSetup(
         name="one expert chosen", num_layers=2, moe_layers=(1,), top_k=1, router=RouterKind.SIGMOID
     ),
 )
 
 
 @pytest.mark.parametrize("setup", ODD, ids=lambda setup: setup.name.replace(" ", "-"))
-def test_odd_models_replay_what_the_plain_model_computes(ranks: Ranks, setup: Setup) -> None:
+def test_odd_models_replay_what_the_plain_model_computes(
+    ranks: Ranks, setup: MegatronSetup
+) -> None:
     """Drawn routes, in full recompute: logprobs equal the plain model's, and nothing is left."""
     trainer = MegatronTrainer(setup, ranks)
     outcome, reference = (
@@ -159,7 +163,7 @@ def test_odd_models_replay_what_the_plain_model_computes(ranks: Ranks, setup: Se
     assert dict.fromkeys(trainer.residue(), 0) == trainer.residue()
 
 
-def _step(setup: Setup, action: Action) -> Step:
+def _step(setup: MegatronSetup, action: Action) -> Step:
     random, size = np.random.default_rng(1), setup.microbatch_size
     samples = [
         with_drawn_routes(setup.contract(), sample, random)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollproof.core.model_config import model_of
 from rollproof.errors import UsageError
-from rollproof.replay.megatron.megatron_setups import Dispatcher, Setup
+from rollproof.replay.megatron.megatron_setups import Dispatcher, MegatronSetup
 
 __all__ = ["checkpoint_config", "checkpoint_setup", "rotary_base", "undivided_weights"]
 
@@ -25,7 +25,7 @@ _TYPE = "qwen3_moe"
 
 def checkpoint_setup(
     checkpoints: tuple[Path, ...], *, dtype: str = "bfloat16", **sizes: Any
-) -> Setup:
+) -> MegatronSetup:
     """Return a setup with the weights of ``checkpoints``, all of one shape, by their index.
 
     ``sizes`` are its parallel sizes. Raises ``UsageError`` for a checkpoint that is not of
@@ -41,7 +41,7 @@ def checkpoint_setup(
             f"{checkpoints[0]} is not a checkpoint of {_TYPE} with a router in every layer: its"
             " weights cannot be loaded into megatron-core."
         )
-    setup = Setup(
+    setup = MegatronSetup(
         **{
             "name": "checkpoint",
             "num_layers": model.num_layers,
@@ -74,7 +74,7 @@ def checkpoint_setup(
 
 
 def checkpoint_config(folder: str, dtype: str) -> dict[str, Any]:
-    """Return the fields of ``TransformerConfig`` that a checkpoint adds to those of a ``Setup``."""
+    """Return the fields of ``TransformerConfig`` that a checkpoint adds to a setup's."""
     import torch
 
     config = _read(Path(folder))

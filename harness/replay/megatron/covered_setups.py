@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from rollproof.core.contract import LayerAxis, Rows
 from rollproof.core.replay_contract import Recompute, ReplayMode
-from rollproof.replay.megatron.megatron_setups import Dispatcher, Setup
+from rollproof.replay.megatron.megatron_setups import Dispatcher, MegatronSetup
 
 __all__ = [
     "CPU_RANKS",
@@ -68,7 +68,7 @@ def world_size(row: CoveringRow) -> int:
     return int(row["dp"]) * int(row["tp"]) * int(row["pp"]) * int(row["cp"])
 
 
-def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
+def covering_setups() -> Iterator[tuple[int, MegatronSetup, Recompute]]:
     """Yield ``(row number, setup, recompute)`` for each row that is not ``unfit``.
 
     There are as many layers as chunks, at least four. In mode R2 payloads have columns for MoE
@@ -83,7 +83,7 @@ def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
         dp, packed, stages = int(row["dp"]), bool(row["packing"]), int(row["pp"]) * int(row["vpp"])
         layers = -(-4 // stages) * stages
         dispatcher = Dispatcher(str(row["dispatcher"]))
-        setup = Setup(
+        setup = MegatronSetup(
             name=f"covering-{number}",
             dp=dp,
             cp=int(row["cp"]),

@@ -11,7 +11,7 @@ from rollproof.core.replay_contract import Recompute
 from rollproof.core.router_spy import direction
 from rollproof.layouts.mesh import Rank
 from rollproof.replay.megatron.checkpoint import checkpoint_config, rotary_base, undivided_weights
-from rollproof.replay.megatron.megatron_setups import UNSUPPORTED, RouterKind, Setup
+from rollproof.replay.megatron.megatron_setups import UNSUPPORTED, MegatronSetup, RouterKind
 from rollproof.replay.megatron.model_weights import Part, fill, named_parts
 
 __all__ = ["Chunks", "build", "configuration", "on_gpu", "parallel"]
@@ -51,7 +51,7 @@ def on_gpu() -> bool:
 
 
 @contextmanager
-def parallel(setup: Setup) -> Iterator[Rank]:
+def parallel(setup: MegatronSetup) -> Iterator[Rank]:
     """Make Megatron's process groups for a setup; yield this process's rank.
 
     megatron-core raises for sizes that do not fit.
@@ -101,7 +101,7 @@ class Chunks:
         """The device of the parameters."""
         return self.parts[0].tensor.device
 
-    def load(self, setup: Setup, rank: Rank, number: int) -> None:
+    def load(self, setup: MegatronSetup, rank: Rank, number: int) -> None:
         """Load the weights ``number``; -1 puts NaN into the gate of the first MoE layer.
 
         For a setup with checkpoints it is the index of one.
@@ -128,7 +128,7 @@ class Chunks:
                     weight += torch.from_numpy(size * direction(tuple(weight.shape))).to(weight)
 
 
-def build(setup: Setup, config: Any) -> Chunks:
+def build(setup: MegatronSetup, config: Any) -> Chunks:
     """Build this rank's chunks of a ``configuration``."""
     import torch
     from megatron.core import parallel_state
@@ -178,7 +178,7 @@ def build(setup: Setup, config: Any) -> Chunks:
     )
 
 
-def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any]) -> Any:
+def configuration(setup: MegatronSetup, recompute: Recompute, settings: Mapping[str, Any]) -> Any:
     """Return the ``TransformerConfig`` of a setup; ``settings`` switch a replay code on."""
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig

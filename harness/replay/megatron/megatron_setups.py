@@ -21,9 +21,9 @@ __all__ = [
     "SETUPS",
     "UNSUPPORTED",
     "Dispatcher",
+    "MegatronSetup",
     "ReplayCodeName",
     "RouterKind",
-    "Setup",
     "setup_named",
 ]
 
@@ -57,7 +57,7 @@ class ReplayCodeName(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
+class MegatronSetup:
     """A tiny GPT with routers in ``moe_layers``, divided over ``dp * cp * tp * pp`` processes.
 
     Tensor parallelism implies sequence parallelism, which Megatron requires for MoE; ``ep`` may
@@ -210,30 +210,36 @@ Megatron accepts targets for them silently, and executes others.
 _DENSE_FIRST = (1, 2, 3)
 
 _ALL = (
-    Setup(name="single"),
-    Setup(name="dense-first", moe_layers=_DENSE_FIRST),
-    Setup(
+    MegatronSetup(name="single"),
+    MegatronSetup(name="dense-first", moe_layers=_DENSE_FIRST),
+    MegatronSetup(
         name="dense-first-moe-axis",
         moe_layers=_DENSE_FIRST,
         layer_axis=LayerAxis.MOE,
         dispatcher=Dispatcher.ALLTOALL,
     ),
-    Setup(
+    MegatronSetup(
         name="sigmoid",
         router=RouterKind.SIGMOID,
         moe_layers=_DENSE_FIRST,
         dispatcher=Dispatcher.ALLTOALL,
     ),
-    Setup(name="tp2", tp=2),
-    Setup(name="tp2-alltoall", tp=2, dispatcher=Dispatcher.ALLTOALL),
-    Setup(name="ep2-allgather", dp=2, ep=2, microbatch_size=4),
-    Setup(name="ep2-alltoall", dp=2, ep=2, dispatcher=Dispatcher.ALLTOALL, microbatch_size=4),
-    Setup(name="cp2", cp=2),
-    Setup(name="pp2", pp=2, microbatches=4),
-    Setup(name="pp2-uneven", pp=2, first=1, moe_layers=_DENSE_FIRST, microbatches=3),
-    Setup(name="pp2-vpp3", pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5), microbatches=4),
-    Setup(name="tp2-ep4", tp=2, dp=2, ep=4, dispatcher=Dispatcher.ALLTOALL, microbatch_size=4),
-    Setup(
+    MegatronSetup(name="tp2", tp=2),
+    MegatronSetup(name="tp2-alltoall", tp=2, dispatcher=Dispatcher.ALLTOALL),
+    MegatronSetup(name="ep2-allgather", dp=2, ep=2, microbatch_size=4),
+    MegatronSetup(
+        name="ep2-alltoall", dp=2, ep=2, dispatcher=Dispatcher.ALLTOALL, microbatch_size=4
+    ),
+    MegatronSetup(name="cp2", cp=2),
+    MegatronSetup(name="pp2", pp=2, microbatches=4),
+    MegatronSetup(name="pp2-uneven", pp=2, first=1, moe_layers=_DENSE_FIRST, microbatches=3),
+    MegatronSetup(
+        name="pp2-vpp3", pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5), microbatches=4
+    ),
+    MegatronSetup(
+        name="tp2-ep4", tp=2, dp=2, ep=4, dispatcher=Dispatcher.ALLTOALL, microbatch_size=4
+    ),
+    MegatronSetup(
         name="tp2-cp2-sigmoid",
         tp=2,
         cp=2,
@@ -241,8 +247,8 @@ _ALL = (
         moe_layers=_DENSE_FIRST,
         dispatcher=Dispatcher.ALLTOALL,
     ),
-    Setup(name="tp2-pp2", tp=2, pp=2, microbatches=4),
-    Setup(
+    MegatronSetup(name="tp2-pp2", tp=2, pp=2, microbatches=4),
+    MegatronSetup(
         name="cp2-pp2-vpp2",
         cp=2,
         pp=2,
@@ -251,7 +257,7 @@ _ALL = (
         moe_layers=_DENSE_FIRST,
         layer_axis=LayerAxis.MOE,
     ),
-    Setup(
+    MegatronSetup(
         name="ep2-pp2",
         dp=2,
         ep=2,
@@ -260,11 +266,11 @@ _ALL = (
         microbatches=4,
         microbatch_size=4,
     ),
-    Setup(name="cp4", cp=4),
-    Setup(name="tp2-cp3", tp=2, cp=3),
+    MegatronSetup(name="cp4", cp=4),
+    MegatronSetup(name="tp2-cp3", tp=2, cp=3),
 )
 
-_PACKED = Setup(
+_PACKED = MegatronSetup(
     name="packed",
     own_widths=True,
     microbatch_size=1,
@@ -314,14 +320,14 @@ _OTHERS = (
 unless the name says that it is padded.
 """
 
-SETUPS: Mapping[str, Setup] = {setup.name: setup for setup in _ALL}
+SETUPS: Mapping[str, MegatronSetup] = {setup.name: setup for setup in _ALL}
 """The judged configurations of megatron-core by name."""
 
-OTHERS: Mapping[str, Setup] = {setup.name: setup for setup in _OTHERS}
+OTHERS: Mapping[str, MegatronSetup] = {setup.name: setup for setup in _OTHERS}
 """The judged configurations with other replay code by name."""
 
 
-def setup_named(name: str) -> Setup:
+def setup_named(name: str) -> MegatronSetup:
     """Return the setup called ``name``. Raises ``UsageError`` for an unknown one."""
     try:
         return {**SETUPS, **OTHERS}[name]

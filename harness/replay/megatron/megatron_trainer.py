@@ -16,8 +16,8 @@ from rollproof.errors import RouterError, RoutesError, UsageError
 from rollproof.layouts.mesh import Rank
 from rollproof.replay.megatron.megatron_setups import (
     UNSUPPORTED,
+    MegatronSetup,
     ReplayCodeName,
-    Setup,
     setup_named,
 )
 from rollproof.replay.megatron.microbatches import lengths_of, samples_by_microbatch
@@ -66,8 +66,8 @@ class MegatronTrainer:
     Trainers may share ``ranks`` if one runs at a time.
     """
 
-    def __init__(self, setup: Setup | str, ranks: Ranks) -> None:
-        self.setup: Setup = setup_named(setup) if isinstance(setup, str) else setup
+    def __init__(self, setup: MegatronSetup | str, ranks: Ranks) -> None:
+        self.setup: MegatronSetup = setup_named(setup) if isinstance(setup, str) else setup
         self.contract: Contract = self.setup.contract()
         self._ranks = ranks
         self._episode = f"episode {next(_EPISODES)}"

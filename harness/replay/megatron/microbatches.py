@@ -16,7 +16,7 @@ from rollproof.core.events.replay import Step
 from rollproof.core.records import IntArray, Rollout
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Rank
-from rollproof.replay.megatron.megatron_setups import Setup
+from rollproof.replay.megatron.megatron_setups import MegatronSetup
 
 __all__ = ["Batch", "batches", "lengths_of", "samples_by_microbatch"]
 
@@ -57,7 +57,7 @@ def lengths_of(samples: Sequence[Rollout | None]) -> list[int]:
 
 
 def samples_by_microbatch(
-    setup: Setup, step: Step, dp: int
+    setup: MegatronSetup, step: Step, dp: int
 ) -> list[list[tuple[int, Rollout | None]]]:
     """Return the samples of each microbatch on data-parallel rank ``dp``, with their indexes.
 
@@ -73,7 +73,7 @@ def samples_by_microbatch(
     return out
 
 
-def batches(setup: Setup, step: Step, rank: Rank) -> list[Batch]:
+def batches(setup: MegatronSetup, step: Step, rank: Rank) -> list[Batch]:
     """Return the microbatches of a step on ``rank``."""
     out = []
     for numbered in samples_by_microbatch(setup, step, rank.dp):
@@ -87,7 +87,11 @@ def batches(setup: Setup, step: Step, rank: Rank) -> list[Batch]:
 
 
 def _batch(
-    setup: Setup, rank: Rank, width: int, layout: Layout, numbered: list[tuple[int, Rollout | None]]
+    setup: MegatronSetup,
+    rank: Rank,
+    width: int,
+    layout: Layout,
+    numbered: list[tuple[int, Rollout | None]],
 ) -> Batch:
     ids = np.full((len(numbered), width), -1, dtype=np.int64)
     predicted = np.full((len(numbered), width), -1, dtype=np.int64)

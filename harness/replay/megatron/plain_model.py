@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.records import FloatArray, Rollout
-from rollproof.replay.megatron.megatron_setups import RouterKind, Setup
+from rollproof.replay.megatron.megatron_setups import MegatronSetup, RouterKind
 from rollproof.replay.megatron.model_weights import values_of
 
 __all__ = ["PlainModel", "reference_losses"]
@@ -28,7 +28,10 @@ _EPSILON = 1e-5  # TransformerConfig.layernorm_epsilon
 
 
 def reference_losses(
-    setup: Setup, samples: Sequence[Rollout], number: int, nudges: Sequence[tuple[int, FloatArray]]
+    setup: MegatronSetup,
+    samples: Sequence[Rollout],
+    number: int,
+    nudges: Sequence[tuple[int, FloatArray]],
 ) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
     """Return logprobs of response tokens by request, and gradients of their negated sum by weight.
 
@@ -63,7 +66,7 @@ class PlainModel:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: MegatronSetup,
         number: int,
         nudges: Sequence[tuple[int, FloatArray]],
         *,
@@ -207,7 +210,7 @@ def _rotated(heads: Any, angles: Any) -> Any:
     )
 
 
-def _shapes(setup: Setup) -> Mapping[str, tuple[int, ...]]:
+def _shapes(setup: MegatronSetup) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of the undivided model's weights by name."""
     hidden, dense, expert = 32, 64, 32
     shapes: dict[str, tuple[int, ...]] = {

@@ -17,7 +17,7 @@ from rollproof.core.records import IntArray
 from rollproof.core.router_spy import Spy, ids_of_map
 from rollproof.layouts.mesh import Rank
 from rollproof.replay.megatron.megatron_model import Chunks
-from rollproof.replay.megatron.megatron_setups import Setup
+from rollproof.replay.megatron.megatron_setups import MegatronSetup
 from rollproof.replay.megatron.microbatches import Batch, batches
 
 __all__ = ["Answer", "Job", "Recorded", "ReplayCode", "Run"]
@@ -39,7 +39,7 @@ class Job:
         watch: report routers to the spy, which needs unique token ids.
     """
 
-    setup: Setup
+    setup: MegatronSetup
     episode: str
     step: Step | None = None
     number: int = 0
@@ -96,7 +96,7 @@ class Run:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: MegatronSetup,
         step: Step,
         rank: Rank,
         chunks: Chunks,

@@ -16,13 +16,13 @@ from rollproof.core.events.replay import Action
 from rollproof.core.records import IntArray
 from rollproof.core.replay_contract import Recompute
 from rollproof.errors import RouterError
-from rollproof.replay.megatron.megatron_setups import ReplayCodeName, Setup
+from rollproof.replay.megatron.megatron_setups import MegatronSetup, ReplayCodeName
 from rollproof.replay.megatron.rank_step import ReplayCode, Run
 
 __all__ = ["CoreReplay", "replay_code"]
 
 
-def replay_code(setup: Setup) -> ReplayCode:
+def replay_code(setup: MegatronSetup) -> ReplayCode:
     """Return the replay code of a setup."""
     module, name = {
         ReplayCodeName.CORE: ("rollproof.replay.megatron.replay_code", "CoreReplay"),

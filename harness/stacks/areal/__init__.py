@@ -14,7 +14,7 @@ def load(found: Found) -> Stack:
     """Import AReaL and return its parts. Raises ``StackError`` if it cannot be imported."""
     from rollproof.stacks._support.part import by_name
     from rollproof.stacks.areal.bridge import BridgeSubject
-    from rollproof.stacks.areal.inference_engine import EngineSubject
+    from rollproof.stacks.areal.inference_engine import AReaLSubject
     from rollproof.stacks.areal.schedules import ArealPart
     from rollproof.stacks.areal.upstream import import_areal
 
@@ -26,7 +26,7 @@ def load(found: Found) -> Stack:
         parts=by_name(
             ArealPart(
                 name="remote-engine",
-                make=lambda: EngineSubject(areal),
+                make=lambda: AReaLSubject(areal),
                 flavours=flavours,
                 thin=12,
             ),

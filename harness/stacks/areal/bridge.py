@@ -42,7 +42,7 @@ class BridgeSubject(StackSubject):
 
     def start(self, fleet: Fleet) -> None:
         """Put a bridge in front of each server."""
-        # as in EngineSubject
+        # as in AReaLSubject
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self.contract: Contract = contract_of(fleet)

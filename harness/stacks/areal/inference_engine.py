@@ -25,7 +25,7 @@ from rollproof.stacks.areal.upstream import AReaL
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["EngineSubject"]
+__all__ = ["AReaLSubject"]
 
 
 class _Executor:
@@ -39,7 +39,7 @@ class _Executor:
         return self.paused
 
 
-class EngineSubject(StackSubject):
+class AReaLSubject(StackSubject):
     """One request is one ``agenerate``.
 
     AReaL runs the calls of a weight update in a loop, a thread and a process of their own, where no

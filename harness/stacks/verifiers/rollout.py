@@ -39,7 +39,7 @@ from rollproof.stacks.verifiers.upstream import Verifiers
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["MODEL", "RolloutSubject", "TrainRollout", "branch_contract", "reason_of"]
+__all__ = ["MODEL", "TrainRollout", "VerifiersSubject", "branch_contract", "reason_of"]
 
 MODEL = "policy"
 """Not the name of the model that the servers serve: verifiers would keep the longest prompt of the
@@ -108,7 +108,7 @@ class TrainRollout:
         await self._client.close()
 
 
-class RolloutSubject(StackSubject):
+class VerifiersSubject(StackSubject):
     """One request is a conversation.
 
     Weights are updated as prime-rl does it: the servers keep what runs, and their prefix cache too,

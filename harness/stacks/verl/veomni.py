@@ -20,13 +20,13 @@ from rollproof.core.records import FloatArray, IntArray, Rollout
 from rollproof.core.replay_contract import Recompute
 from rollproof.core.router_spy import Spy, UnsupportedStep, direction, sketch
 from rollproof.core.trainer_contract import trainer_contract
-from rollproof.replay.megatron.megatron_setups import Setup
+from rollproof.replay.megatron.megatron_setups import MegatronSetup
 from rollproof.replay.megatron.model_weights import gate_name
 from rollproof.replay.megatron.plain_model import PlainModel, reference_losses
 
 __all__ = ["SETUP", "VeOmniTrainer"]
 
-SETUP = Setup(name="veomni", microbatches=4, microbatch_size=1)
+SETUP = MegatronSetup(name="veomni", microbatches=4, microbatch_size=1)
 """The model and the batch of ``VeOmniTrainer``."""
 
 
@@ -141,7 +141,7 @@ class _HookedModel(PlainModel):
 
     def __init__(
         self,
-        setup: Setup,
+        setup: MegatronSetup,
         number: int,
         nudges: list[tuple[int, FloatArray]],
         controller: Any,
