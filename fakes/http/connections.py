@@ -17,7 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-__all__ = ["Connection", "Delivery", "connection_of", "delivery_of"]
+__all__ = ["Connection", "Delivery", "TolerantTransport", "connection_of", "delivery_of"]
 
 _MAX_UNREAD = 1024
 """Answers of one connection that are remembered because its client may not have read them."""
@@ -58,6 +58,24 @@ class Delivery:
             callback()
 
 
+class TolerantTransport:
+    """A transport that ignores what is written after its connection has ended.
+
+    asyncio's own do; uvloop's raise RuntimeError. Of several requests that came at once uvicorn
+    notices for the last one alone that the client has left, and goes on answering the others.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools, a variable
     """One connection of a client."""
 
@@ -74,7 +92,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or 
 
     def connection_made(self, transport: Any) -> None:
         self._pipe = transport
-        super().connection_made(transport)
+        super().connection_made(TolerantTransport(transport))
 
     def data_received(self, data: bytes) -> None:
         # A client that sends its next request after an answer has read that answer. One that sends
