@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--profile", choices=list(PROFILES), default="moe-bf16")
     options = parser.parse_args()
     rng, tokens = np.random.default_rng(0), options.sequences * options.length
-    found: dict[str, list[tuple[float, float]]] = {}
+    estimates: dict[str, list[tuple[float, float]]] = {}
     for _ in range(options.sets):
         logits = bank(tokens, rng)
         scale = noise_scale(
@@ -76,14 +76,14 @@ def main() -> None:
         )
         total = sequence_sums(pairs).sum(axis=0)
         for name, values in exact(mu, pi).items():
-            found.setdefault(name, []).append(
+            estimates.setdefault(name, []).append(
                 (float(values.mean()), float(METRICS[name].statistic(total)))
             )
     print(
         f"{options.sets} sets of {options.sequences} sequences of {options.length} tokens,"
         f" {options.profile}"
     )
-    for name, pairs_of_values in found.items():
+    for name, pairs_of_values in estimates.items():
         true, own = np.array(pairs_of_values).T
         error = (own - true).std(ddof=1) / math.sqrt(len(own))
         off = (own - true).mean() / error if error else 0.0

@@ -43,7 +43,7 @@ Sets = Iterator[tuple[str, str, Callable[[int], Any]]]
 def fakes(first: int) -> Sets:
     for fault in GAP_FAULTS:
         expected = next(
-            (told for begin, told in EXPECTED.items() if fault.startswith(begin)), fault
+            (diagnosed for begin, diagnosed in EXPECTED.items() if fault.startswith(begin)), fault
         )
         yield fault, expected, lambda seed, fault=fault: gap_columns(fault, seed=first + seed)
 
@@ -58,7 +58,7 @@ def real(first: int, family: str) -> Sets:
         yield fault, expected, plant(contexts).draw
 
 
-def told_of(work: tuple[argparse.Namespace, int]) -> list[tuple[str, str, str, bool]]:
+def diagnose_sets(work: tuple[argparse.Namespace, int]) -> list[tuple[str, str, str, bool]]:
     """For each data set of one first seed: its fault, the class that is right, what was told,
     whether all that was told is harmless.
     """
@@ -102,20 +102,20 @@ def main() -> None:
     ]
     if options.jobs > 1:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            for found in pool.imap_unordered(told_of, work):
-                rows += found
+            for results in pool.imap_unordered(diagnose_sets, work):
+                rows += results
     else:
         for part in work:
-            rows += told_of(part)
+            rows += diagnose_sets(part)
     table(rows)
     print(f"{time.perf_counter() - begun:.0f} s")
 
 
 def table(rows: list[tuple[str, str, str, bool]]) -> None:
-    told: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    diagnosed: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for fault, expected, names, _ in rows:
-        told[fault, expected][names] += 1
-    for (fault, expected), counts in told.items():
+        diagnosed[fault, expected][names] += 1
+    for (fault, expected), counts in diagnosed.items():
         sure = counts[expected] / counts.total()
         print(
             f"{fault:32} {sure:6.1%} "
@@ -124,7 +124,7 @@ def table(rows: list[tuple[str, str, str, bool]]) -> None:
     right = sum(names == expected for _, expected, names, _ in rows)
     first = sum(names.split(" + ")[0] == expected for _, expected, names, _ in rows)
     healthy = [harmless for _, expected, _, harmless in rows if expected == NUMERICS]
-    print(f"{len({expected for _, expected in told})} classes, {len(rows)} data sets")
+    print(f"{len({expected for _, expected in diagnosed})} classes, {len(rows)} data sets")
     print(
         f"right, and nothing else told: {right} ({right / len(rows):.1%}); right in the first"
         f" place: {first} ({first / len(rows):.1%})"

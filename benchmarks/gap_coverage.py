@@ -121,7 +121,7 @@ def truths(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def told(interval: Interval, value: float) -> str:
+def coverage_of(interval: Interval, value: float) -> str:
     if np.isnan(interval.low):
         return "none"
     return "below" if interval.high < value else "above" if interval.low > value else "held"
@@ -135,17 +135,17 @@ def held(options: argparse.Namespace, truth: dict[str, float], number: int) -> d
     first, second = draw(options, options.sequences, rng)
     sums = sequence_sums(first)
     resampler = Resampler(sums, resamples=1000, seed=number)
-    found: dict[str, Interval] = {
+    intervals: dict[str, Interval] = {
         name: metric_interval(METRICS[name], resampler) for name in truth if name in METRICS
     }
     if options.means:
-        return {name: told(found[name], value) for name, value in truth.items()}
-    found |= quantile_intervals(first)
-    found |= {
+        return {name: coverage_of(intervals[name], value) for name, value in truth.items()}
+    intervals |= quantile_intervals(first)
+    intervals |= {
         MEDIAN: batch_median(first, sums),
         "slot_mismatch": slot_mismatch(options, options.sequences, rng),
     }
-    found |= {
+    intervals |= {
         f"ratio of {effect.metric}": effect.ratio
         for effect in compare(second, first, seed=number).effects
     }
@@ -157,8 +157,8 @@ def held(options: argparse.Namespace, truth: dict[str, float], number: int) -> d
         "abs_diff_mean": bucket.abs_diff,
         "rho_mean_minus_1": bucket.rho,
     }
-    found |= {f"{name}, resume bucket": interval for name, interval in numbers.items()}
-    return {name: told(found[name], value) for name, value in truth.items()}
+    intervals |= {f"{name}, resume bucket": interval for name, interval in numbers.items()}
+    return {name: coverage_of(intervals[name], value) for name, value in truth.items()}
 
 
 def main() -> None:
@@ -192,8 +192,8 @@ def main() -> None:
     )
     for name, value in truth.items():
         counts = Counter(result[name] for result in results)
-        given = options.sets - counts["none"]
-        share = f"{counts['held'] / given:.3f}" if given else "  -  "
+        measured = options.sets - counts["none"]
+        share = f"{counts['held'] / measured:.3f}" if measured else "  -  "
         rest = "  ".join(f"{what} {counts[what]:4}" for what in ("below", "above", "none"))
         print(f"{name:32} true {value:11.4e}  held {share}  {rest}")
 

@@ -116,9 +116,9 @@ def shares(sequences: int, length: int) -> None:
                 "engine_share"
             ]
         stale = {name: column[old] for name, column in columns.items()}
-        found = measure(**stale, resamples=1000).decomposition
-        assert found is not None
-        ours = found.rows[0].share
+        decomposition = measure(**stale, resamples=1000).decomposition
+        assert decomposition is not None
+        ours = decomposition.rows[0].share
         print(
             f"engine's share of stale tokens, engine {worse:g} times as noisy when old: planted"
             f" {engine / (engine + policy):.1%},",
@@ -144,14 +144,14 @@ def main() -> None:
             begun = time.process_time()
             written = ledger(columns, Path(folder))
             middle = time.process_time()
-            told = diagnosis(decompose(written))
+            diagnoses = diagnosis(decompose(written))
             spent["martingale, writing"] += middle - begun
             spent["martingale, decomposition"] += time.process_time() - middle
         begun = time.process_time()
         report = measure(**columns, resamples=1000)
         spent["rollproof"] += time.process_time() - begun
         print(f"{fault}\n    rollproof   {', '.join(cause.name for cause in report.causes)}")
-        for line in told:
+        for line in diagnoses:
             print(f"    martingale  {line[:150]}")
     shares(options.sequences, options.length)
     for name, seconds in spent.items():

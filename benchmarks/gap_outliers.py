@@ -37,15 +37,15 @@ FAULTS = (
 VERSIONED = ("wrong version", "stuck weights")
 
 
-def told(columns: dict[str, Any]) -> set[int]:
+def reported(columns: dict[str, Any]) -> set[int]:
     """Indexes of the sequences that stand apart."""
     pairs = TokenPairs.of(**columns)
-    found = (
+    outliers = (
         *find_tilted(pairs),
         *find_mismatched(pairs),
         *(find_mistagged(pairs, diff_and_usual(pairs)[1]) if pairs.by_version else ()),
     )
-    return {stray.sequence for stray in found}
+    return {outlier.sequence for outlier in outliers}
 
 
 def false_alarms(profile: str, sets: int) -> None:
@@ -58,7 +58,9 @@ def false_alarms(profile: str, sets: int) -> None:
                 noise_scale(PROFILES[profile], sequences, length, rng, cluster=cluster),
                 rng,
             )
-            wrong += bool(told(laid_out({"rollout_logprob": rollout, "trainer_logprob": trainer})))
+            wrong += bool(
+                reported(laid_out({"rollout_logprob": rollout, "trainer_logprob": trainer}))
+            )
         print(
             f"{profile:18} {sequences:4} sequences of {length:5}, spread {cluster}: told in {wrong}"
             f" of {sets} healthy sets",
@@ -119,7 +121,7 @@ def detection(profile: str, sets: int) -> None:
                         rng.permutation(1024)[: sequences - planted],
                         rng.permutation(64)[:planted],
                     )
-                    found = told(
+                    outliers = reported(
                         laid_out(
                             {
                                 name: np.concatenate([faulty[name][bad], healthy[name][good]])
@@ -127,8 +129,8 @@ def detection(profile: str, sets: int) -> None:
                             }
                         )
                     )
-                    seen += len({at for at in found if at < planted}) / planted
-                    wrong += len({at for at in found if at >= planted})
+                    seen += len({at for at in outliers if at < planted}) / planted
+                    wrong += len({at for at in outliers if at >= planted})
                 rates.append(f"{seen / max(3, sets // sequences):4.0%}")
         print(
             f"{profile:18} {fault:28} found of 1, 2, 5 % of 64: {' '.join(rates[:3])}  of 256:"
@@ -158,7 +160,8 @@ def on_a_model(family: str) -> None:
 
     for name in (name for name, (expected, _) in CASES.items() if expected == NUMERICS):
         print(
-            f"{name:32} told: {[sorted(told(columns(name, seed))) for seed in (0, 1)]}", flush=True
+            f"{name:32} told: {[sorted(reported(columns(name, seed))) for seed in (0, 1)]}",
+            flush=True,
         )
     for fault in (*FAULTS, *VERSIONED):
         healthy = columns("numerics, every version" if fault in VERSIONED else "numerics, bf16", 0)
@@ -174,7 +177,7 @@ def on_a_model(family: str) -> None:
                 mixed["by_version"] = {
                     v: np.where(hit, faulty["by_version"][v], own) for v, own in scores
                 }
-            out.append(sorted(told(mixed)))
+            out.append(sorted(reported(mixed)))
         print(
             f"{fault:32} planted in 0 and in 0 to 2 of 60, told: {out[0]} and {out[1]}", flush=True
         )

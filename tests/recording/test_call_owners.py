@@ -61,13 +61,13 @@ def _twins(trace: Recording, *, name_calls: bool) -> None:
                 )
 
             def answer(prompt: list[int], budget: int) -> dict[str, Any]:
-                found = engine.generate(prompt, budget)
+                output = engine.generate(prompt, budget)
                 if event is first:
                     first.set()
                     assert second.wait(5)
                 return {
-                    **found,
-                    "ids": [token + (100 if event is second else 0) for token in found["ids"]],
+                    **output,
+                    "ids": [token + (100 if event is second else 0) for token in output["ids"]],
                 }
 
             client = Client(engine)
@@ -108,7 +108,7 @@ def test_calls_that_cannot_be_attributed_are_not_judged(name_calls: bool) -> Non
 
 
 def test_distinct_prompts_are_attributed_from_any_thread() -> None:
-    """Calls of an executor's threads are told by their prompts."""
+    """Calls of an executor's threads are attributed by their prompts."""
     with ThreadPoolExecutor(2) as pool, rollproof.record(CONTRACT) as trace:
         for prompt in ([1, 2, 3], [4, 5, 6]):
             wired(trace, Pooled(Engine(), pool), prompt)(prompt)
@@ -117,7 +117,7 @@ def test_distinct_prompts_are_attributed_from_any_thread() -> None:
     assert ["r1", "r1", "r4", "r4"] == [call.request_id for call in calls]
 
 
-def test_twins_of_a_group_are_told_by_their_contexts() -> None:
+def test_equal_prompts_of_a_group_are_attributed_by_their_contexts() -> None:
     """Equal prompts are no trouble where each rollout makes its calls itself, or in tasks that it
     starts.
     """

@@ -120,7 +120,7 @@ def test_a_handle_that_returns_an_awaitable_is_recorded_when_it_is_awaited() -> 
     assert ["submit", "call", "reply"] == kinds(recording.recorded.events)
 
 
-def test_what_the_stack_raises_is_recorded_and_goes_on() -> None:
+def test_an_exception_of_the_stack_is_recorded_and_raised() -> None:
     """A rollout that raises ends its request with the error; an engine call that raises stays
     without a reply.
     """
@@ -364,7 +364,9 @@ def _answered(trace: Recording, **fields: Any) -> None:
         ),
     ],
 )
-def test_misuse_is_told(misuse: Any, error: type[Exception], message: str) -> None:
+def test_misuse_is_refused_with_a_message(
+    misuse: Any, error: type[Exception], message: str
+) -> None:
     """Each wrong call is an error of our own that says what was expected."""
     with pytest.raises(error, match=message):
         misuse(Recording(CONTRACT))
@@ -378,7 +380,7 @@ def test_a_contract_is_required() -> None:
         rollproof.record({})  # type: ignore[arg-type]
 
 
-def test_what_happened_to_servers_can_be_told() -> None:
+def test_server_events_can_be_recorded() -> None:
     """Weights, pauses, resumes, aborts and observations become events of their kind."""
     recording = Recording(CONTRACT)
     recording.weights(3, server="s1", flushed=True)
@@ -393,8 +395,8 @@ def test_what_happened_to_servers_can_be_told() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["r1", "handle-7", "*"])
-def test_an_abort_that_was_told_is_not_held_against_the_call_that_it_ended(wanted: str) -> None:
-    """A recording does not know which calls an abort found, so it blames nobody for those that
+def test_a_recorded_abort_does_not_blame_the_call_that_it_ended(wanted: str) -> None:
+    """A recording does not know which calls an abort ended, so it blames nobody for those that
     ended.
     """
     with rollproof.record(CONTRACT) as trace:
@@ -447,7 +449,7 @@ def test_the_reply_is_stamped_behind_its_call() -> None:
     assert any(isinstance(event, Reply) for event in trace.recorded.events)
 
 
-def test_requests_that_never_end_are_told() -> None:
+def test_requests_that_never_end_are_reported() -> None:
     """What the block left open would go unjudged without a word."""
     with pytest.raises(
         UsageError, match=r"Requests \['r1'\] were submitted and never ended within the block"

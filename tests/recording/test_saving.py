@@ -1,4 +1,4 @@
-"""Recordings: where the trace is kept, and what happens where it cannot be."""
+"""Recordings: where the trace is saved, and what happens if it cannot be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.recorded_stack import CONTRACT, Client, Engine, wired
 
 
 def test_an_exception_of_the_block_passes_and_the_trace_is_saved(tmp_path: Path) -> None:
-    """The test's own failure is not replaced by verdicts; what was recorded until then is kept."""
+    """The test's own failure is not replaced by verdicts; the recording up to then is saved."""
     with pytest.raises(ZeroDivisionError):
         with rollproof.record(CONTRACT, save=tmp_path / "trace.json") as trace:
             wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
@@ -24,13 +24,13 @@ def test_an_exception_of_the_block_passes_and_the_trace_is_saved(tmp_path: Path)
 
 
 @pytest.mark.parametrize("save", [5, b"trace.json", "a\0b"])
-def test_what_is_no_path_is_told_before_the_block(save: Any) -> None:
+def test_a_wrong_path_is_refused_before_the_block(save: Any) -> None:
     """In our words, not in those of the file system."""
     with pytest.raises(UsageError, match=r"save must be a path, such as 'out/trace\.json', not "):
         rollproof.record(CONTRACT, save=save)
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_the_block(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_refused_before_the_block(tmp_path: Path) -> None:
     """A recording whose trace could not be saved does not begin; folders are made."""
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"Cannot write .*file/trace\.json: Not a directory"):
@@ -45,7 +45,7 @@ def test_a_place_that_breaks_during_the_block_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The block's own exception, and the findings, are raised as ever, with a note; alone, the
-    trouble is raised. The trace is kept.
+    trouble is raised. The trace is saved.
     """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 

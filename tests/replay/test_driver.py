@@ -55,28 +55,28 @@ def test_every_episode_begins_with_a_fresh_subject() -> None:
     assert 3 == len(made)
 
 
-def test_a_self_replay_replays_what_the_spy_saw() -> None:
+def test_a_self_replay_replays_the_recorded_routes() -> None:
     """The routes of a self-replay are the native choices, cut to the contract's rows; dense columns
     stay empty.
     """
     trace = record_replay(RecordingTrainer, only=["self-replay"])
-    asked = steps(trace)
+    requested = steps(trace)
     calls = [event for event in trace.events if isinstance(event, Routing)]
     first = next(call for call in calls if call.layer == 2)
     native = {
         (int(s), int(p)): sorted(row)
         for s, p, row in zip(first.samples, first.positions, first.experts.tolist(), strict=True)
     }
-    replayed = asked["self-replay"].samples
+    replayed = requested["self-replay"].samples
 
     for (number, position), experts in native.items():
         routes = replayed[number].routes
         assert routes is not None and experts == sorted(routes[position, 0].tolist())
-    assert {"native", "self-replay", "recording", "replay of the recording"} <= set(asked)
+    assert {"native", "self-replay", "recording", "replay of the recording"} <= set(requested)
 
 
 class _Bare:
-    """A subject with nothing optional, that tells nothing of its router calls."""
+    """A subject with nothing optional, that reports no router calls."""
 
     contract = ReplayTrainer.contract
 
@@ -94,10 +94,10 @@ class _Bare:
         ("router fused", "replay on the router fused", "the subject has no variants"),
     ],
 )
-def test_what_a_subject_lacks_is_skipped_with_the_reason(
+def test_steps_that_a_subject_does_not_offer_are_skipped_with_a_reason(
     episode: str, step: str, reason: str
 ) -> None:
-    """Nothing is asked of a subject that it does not offer, and the trace says why."""
+    """No method is called that the subject does not have, and the trace says why."""
     assert reason in outcomes(record_replay(_Bare, only=[episode]))[step].skipped
 
 
@@ -110,16 +110,16 @@ def test_steps_that_build_on_a_failed_one_are_skipped() -> None:
                 raise MemoryError("out of memory")
             return super().work(step, spy)
 
-    found = outcomes(record_replay(Failing, only=["self-replay"]))
-    assert "MemoryError: out of memory" == found["native"].error
+    by_step = outcomes(record_replay(Failing, only=["self-replay"]))
+    assert "MemoryError: out of memory" == by_step["native"].error
     assert (
         "step 'native', which has the routes for it, did not complete"
-        == found["self-replay"].skipped
+        == by_step["self-replay"].skipped
     )
 
 
-def test_a_wrapped_failure_is_known_again() -> None:
-    """The harness's own failure is told apart, also where a trainer wraps it in an error of its
+def test_a_wrapped_injected_failure_is_recognised() -> None:
+    """The harness's own failure is recognised, also where a trainer wraps it in an error of its
     own.
     """
 
@@ -130,8 +130,8 @@ def test_a_wrapped_failure_is_known_again() -> None:
             except RuntimeError as error:
                 raise ValueError("step failed") from error
 
-    found = outcomes(record_replay(Wrapping, only=["failure in forward"]))["failing replay"]
-    assert found.injected and "ValueError: step failed" == found.error
+    outcome = outcomes(record_replay(Wrapping, only=["failure in forward"]))["failing replay"]
+    assert outcome.injected and "ValueError: step failed" == outcome.error
 
 
 def test_residue_is_reported_after_every_step() -> None:
@@ -142,31 +142,31 @@ def test_residue_is_reported_after_every_step() -> None:
         if isinstance(event, Residue)
     ]
 
-    assert 7 == len(left) and all({0} == set(one.left.values()) for one in left)
+    assert 7 == len(left) and all({0} == set(residue.left.values()) for residue in left)
 
 
-def test_floating_point_routes_are_given_and_whole_ones_recorded() -> None:
-    """A trace holds integers; the trainer is given what the step says."""
-    given: list[str] = []
+def test_floating_point_routes_are_passed_and_recorded_as_integers() -> None:
+    """A trace holds integers; the trainer gets the type that the step names."""
+    dtypes: list[str] = []
 
     class Looking(ReplayTrainer):
         def check(self, step: Step) -> None:
             if step.defect is Defect.FLOAT:
-                given.extend(
+                dtypes.extend(
                     sample.routes.dtype.name for sample in step.samples if sample.routes is not None
                 )
             super().check(step)
 
     trace = record_replay(Looking, only=["bad routes"])
     step = steps(trace)["routes that are float"]
-    assert ["uint8", "uint8", "float32", "uint8"] == given
+    assert ["uint8", "uint8", "float32", "uint8"] == dtypes
     assert {"uint8"} == {
         sample.routes.dtype.name for sample in step.samples if sample.routes is not None
     }
 
 
-def test_what_a_trainer_writes_reaches_neither_trace_nor_next_step() -> None:
-    """Samples are copies, and what was changed in them is told by name."""
+def test_samples_that_a_trainer_changes_reach_neither_trace_nor_next_step() -> None:
+    """Samples are copies, and a change in them is reported by name."""
 
     class Writing(ReplayTrainer):
         def check(self, step: Step) -> None:
@@ -286,8 +286,8 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
         ),
     ],
 )
-def test_what_is_no_subject_is_reported(changes: dict[str, Any], message: str) -> None:
-    """A subject that breaks the protocol is told by method, never judged."""
+def test_a_broken_subject_protocol_is_reported(changes: dict[str, Any], message: str) -> None:
+    """The report names the method, and nothing is judged."""
     made = type("Made", (ReplayTrainer,), {})
     for name, value in changes.items():
         setattr(made, name, value)
@@ -296,7 +296,7 @@ def test_what_is_no_subject_is_reported(changes: dict[str, Any], message: str) -
 
 
 def test_counts_of_numpy_are_counts() -> None:
-    """A residue may be summed by numpy; the trace holds whole numbers of Python."""
+    """A residue may be summed by numpy; the trace holds Python integers."""
     made = type("Made", (ReplayTrainer,), {"residue": lambda self: {"targets": np.int64(0)}})
     left = [
         event.left
@@ -305,7 +305,8 @@ def test_counts_of_numpy_are_counts() -> None:
     ]
 
     assert left and all(
-        {"targets": int} == {name: type(number) for name, number in one.items()} for one in left
+        {"targets": int} == {name: type(number) for name, number in residue.items()}
+        for residue in left
     )
 
 
@@ -328,21 +329,21 @@ def test_an_async_subject_is_driven_alike() -> None:
         async def run(self, step: Step, spy: Spy) -> Outcome:  # type: ignore[override]
             return ReplayTrainer.run(self, step, spy)
 
-    one, other = (
+    driven, other = (
         outcomes(record_replay(made, only=["placement"])) for made in (Async, ReplayTrainer)
     )
     assert [outcome.loss for outcome in other.values()] == [
-        outcome.loss for outcome in one.values()
+        outcome.loss for outcome in driven.values()
     ]
 
 
 def test_a_captured_prefix_is_cut() -> None:
     """Where payloads may end early, a step gives the first rows alone."""
-    asked = steps(record_replay(CapturedPrefix, only=["placement"]))
+    requested = steps(record_replay(CapturedPrefix, only=["placement"]))
 
     assert {2} == {
         len(sample.routes)
-        for sample in asked["a captured prefix"].samples
+        for sample in requested["a captured prefix"].samples
         if sample.routes is not None
     }
 
@@ -388,34 +389,36 @@ def test_progress_names_each_step() -> None:
     """
     heard: list[Progress] = []
     record_replay(_Bare, name="bare", only=["switching", "edges"], progress=heard.append)
-    assert {(0, 2), (1, 2)} == {(one.done, one.total) for one in heard}
+    assert {(0, 2), (1, 2)} == {(report.done, report.total) for report in heard}
     assert [
         "bare: switching, a fresh subject",
         "bare: switching, native",
         "bare: switching, replay",
-    ] == [one.what for one in heard][:3]
+    ] == [report.what for report in heard][:3]
 
 
 class _OtherNumbers(ReplayTrainer):
     """Its routers number experts from 1000."""
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        told = Spy(step)
+        own_numbers = Spy(step)
         try:
-            return super().run(step, told)
+            return super().run(step, own_numbers)
         finally:
             spy.extend(
-                replace(one, experts=one.experts + 1000) if isinstance(one, Routing) else one
-                for one in told.events
+                replace(event, experts=event.experts + 1000)
+                if isinstance(event, Routing)
+                else event
+                for event in own_numbers.events
             )
 
 
 def test_choices_that_are_no_experts_are_not_replayed() -> None:
     """Steps that would replay them are skipped, with the reason; the others run."""
     outcomes = {
-        one.step: one
-        for one in record_replay(_OtherNumbers, only=("drift",)).events
-        if isinstance(one, Outcome)
+        event.step: event
+        for event in record_replay(_OtherNumbers, only=("drift",)).events
+        if isinstance(event, Outcome)
     }
     reason = "a router of step 'native' chose expert 1007, but the contract declares 8 experts"
     assert (

@@ -52,7 +52,7 @@ class Plus(torch.nn.Module):  # type: ignore[misc]
 
 class Adapted(torch.nn.Module):  # type: ignore[misc]
     """As PEFT's ParamWrapper: while what it is around is called, a parameter of that is computed,
-    and kept from its first use on.
+    and retained from its first use on.
     """
 
     def __init__(self, base_layer: Any, name: str) -> None:
@@ -114,9 +114,9 @@ def test_an_adapted_model_replays_as_the_merged_one(
     if reentrant is not None:
         checkpointing(model, reentrant)
 
-    found, all_gradients = trained(model, routes)
+    actual, all_gradients = trained(model, routes)
 
-    assert value == found
+    assert value == actual
     if what == "gate":
         gates = {
             name.replace(".delta", ".weight"): one
@@ -130,7 +130,7 @@ def test_an_adapted_model_replays_as_the_merged_one(
 
 def test_the_trial_does_not_cost_the_first_step_its_gradient(model: Any) -> None:
     """A weight that is computed once per call is computed with its graph, whatever a router is
-    tried on besides.
+    also tried on.
     """
     adapt(model, "gate")
     routers = find_routers(model)
@@ -200,10 +200,10 @@ def test_routers_of_another_build_replay(family: str, config: dict[str, Any]) ->
     native.backward()
     expected = gradients(relative)
 
-    value, found = trained(relative, recorded(relative))
+    value, actual = trained(relative, recorded(relative))
 
     assert float(native.detach()) == value
-    assert same(expected, found)
+    assert same(expected, actual)
     assert value != trained(relative, recorded(relative).flip(0))[0]
     assert_untouched(relative)
 
@@ -227,9 +227,9 @@ def test_a_copied_router_replays_as_the_original(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.gate = Copied(layer.mlp.gate)
 
-    found, all_gradients = trained(model, routes)
+    actual, all_gradients = trained(model, routes)
 
-    assert value == found
+    assert value == actual
     for n in range(3):
         gate = f"model.layers.{n}.mlp.gate"
         assert torch.equal(

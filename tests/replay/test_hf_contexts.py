@@ -121,19 +121,19 @@ def test_two_threads_replay_two_models_and_not_one(model: Any) -> None:
     other = tiny_model("qwen3_moe", seed=7).train()
     pairs = [(one, recorded(one).flip(0)) for one in (model, other)]
     expected = [trained(*pair)[0] for pair in pairs]
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     errors: list[Exception] = []
 
     def work(number: int) -> None:
         for _ in range(3):
-            found[number] = trained(*pairs[number])[0]
+            losses[number] = trained(*pairs[number])[0]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert expected == [found[0], found[1]]
+    assert expected == [losses[0], losses[1]]
 
     def intrude() -> None:
         try:
@@ -235,7 +235,7 @@ def test_a_second_forward_is_refused(model: Any) -> None:
 
 
 def test_a_replay_in_a_recording_records_nothing_and_says_so(model: Any) -> None:
-    """The inner context counts, so that the outer one has nothing: either way round it is told."""
+    """The inner context counts, and the outer one gets nothing: both orders are reported."""
     with (
         pytest.raises(ReplayError, match="Nothing was recorded, because no router was called"),
         hf_record(model),
@@ -269,7 +269,7 @@ def test_a_forward_that_others_put_around_is_left_to_them(model: Any) -> None:
     assert_untouched(model)
 
 
-def test_a_recording_wants_one_forward(model: Any) -> None:
+def test_a_recording_requires_one_forward(model: Any) -> None:
     """Before a forward there are no routes, and a second forward in one recording is refused."""
     with hf_record(model) as taken:
         with pytest.raises(ReplayError, match=r"Nothing was recorded in layers \[0, 1, 2\]"):

@@ -40,7 +40,7 @@ def test_the_page_shows_the_code_that_is_run() -> None:
 
 
 def test_the_loop_on_the_page_trains() -> None:
-    """The first piece, a whole training loop, runs as it stands."""
+    """The first piece, a complete training loop, runs as it stands."""
     pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
     pytest.importorskip(
         "transformers",
@@ -64,7 +64,7 @@ def test_the_loop_on_the_page_trains() -> None:
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
 )
-def test_code_of_ones_own_is_judged_as_the_page_says(tmp_path: Path) -> None:
+def test_a_users_own_code_is_judged_as_the_page_says(tmp_path: Path) -> None:
     """The last piece is a complete module; its trainer runs an episode and replays its routes."""
     torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
     pytest.importorskip(

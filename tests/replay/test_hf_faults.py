@@ -92,10 +92,10 @@ def test_a_published_fault_is_seen(
     """The checks that are named fail, and no other one than those that see the same fault from
     elsewhere.
     """
-    found = red(fault, episodes)
+    failed = red(fault, episodes)
 
-    assert kills == kills & found
-    assert set() == found - kills - also
+    assert kills == kills & failed
+    assert set() == failed - kills - also
 
 
 @pytest.mark.parametrize(

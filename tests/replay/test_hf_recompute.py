@@ -137,7 +137,7 @@ def test_routes_live_as_long_as_the_graph(model: Any) -> None:
 
 
 def test_backward_passes_that_interleave_are_refused(model: Any) -> None:
-    """Where one backward pass enters two microbatches by turns, nobody can tell whose routes a
+    """Where one backward pass enters two microbatches by turns, it is unknown whose routes a
     recompute needs.
     """
     checkpointing(model, reentrant=False)

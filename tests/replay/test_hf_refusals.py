@@ -60,14 +60,14 @@ pytestmark = [
     ],
 )
 def test_bad_routes_are_refused_before_anything_runs(model: Any, routes: Any, message: str) -> None:
-    """Each defect is told with the place and the likely cause; the model is not touched."""
+    """Each defect is reported with the place and the likely cause; the model is not touched."""
     with pytest.raises(RoutesError, match=message):
         hf_replay(model, routes)
     assert_untouched(model)
 
 
-def test_a_bad_row_that_is_masked_out_is_nobodys_business(model: Any) -> None:
-    """Zeros in padding are fine where the mask leaves them out, and told where it does not."""
+def test_a_bad_row_that_is_masked_out_is_accepted(model: Any) -> None:
+    """Zeros in padding are accepted if the mask excludes them, and reported otherwise."""
     routes = GOOD.copy()
     routes[5:] = 0
 
@@ -171,7 +171,7 @@ def with_two_configurations() -> Any:
     ],
 )
 def test_models_without_routers_to_replay_are_refused(make: Any, message: str) -> None:
-    """A model in which nothing could be replayed, or more than one thing, is told as what it is."""
+    """A model in which nothing could be replayed, or more than one thing, is refused as such."""
     with pytest.raises(RouterError, match=message):
         find_routers(make())
 
@@ -189,8 +189,8 @@ def test_parts_without_routers_may_be_compiled(model: Any) -> None:
 
 
 def test_a_router_with_a_hidden_weight_is_refused(model: Any) -> None:
-    """A gate whose weight is packed into another shape is not found beyond doubt, and neither is
-    one of two.
+    """A gate whose weight is packed into another shape is not recognised with certainty, and
+    neither is one of two.
     """
     gate = model.model.layers[1].mlp.gate
     gate.weight = torch.nn.Parameter(gate.weight.detach().reshape(-1, 1))
@@ -224,7 +224,7 @@ def test_sizes_that_differ_from_layer_to_layer_are_refused(model: Any) -> None:
 
 
 def test_a_block_that_does_not_call_its_router_is_reported(model: Any) -> None:
-    """A fused block that never asks its router ends in an error, not in native routing."""
+    """A fused block that never calls its router ends in an error, not in native routing."""
     block = model.model.layers[2].mlp
     block.forward = lambda hidden: hidden
     with (
@@ -235,18 +235,18 @@ def test_a_block_that_does_not_call_its_router_is_reported(model: Any) -> None:
     del block.forward
 
 
-def test_a_model_compiled_as_one_graph_is_reported_what_to_do(model: Any) -> None:
+def test_a_model_compiled_as_one_graph_is_refused_with_a_remedy(model: Any) -> None:
     """Routers that were found before `torch.compile(fullgraph=True)`: the compiler's error says
     that rollproof replays there.
     """
     routers = find_routers(model)
     torch._dynamo.reset()
-    whole = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with (
         pytest.raises(
             Exception, match=r"(?s)rollproof replays routes here.*without fullgraph=True"
         ),
         hf_replay(routers, GOOD),
     ):
-        loss(whole)
+        loss(compiled)
     assert_untouched(model)

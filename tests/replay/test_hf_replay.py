@@ -54,12 +54,12 @@ def test_replay_of_the_models_own_choice_changes_no_bit(family: str) -> None:
     with hf_record(model) as taken:
         assert float(native.detach()) == float(loss(model).detach())
 
-    value, found = trained(model, taken.routes)
+    value, actual = trained(model, taken.routes)
 
     assert FAMILIES[family].moe_layers == taken.layers
     assert (ROWS, len(taken.layers), 2) == tuple(taken.routes.shape)
     assert float(native.detach()) == value
-    assert same(expected, found)
+    assert same(expected, actual)
     assert_untouched(model)
 
 
@@ -91,14 +91,14 @@ def test_under_other_weights_the_recorded_experts_run(family: str) -> None:
     rerouted = (recorded(model).sort(-1).values != routes.sort(-1).values).any(-1).float().mean()
 
     with spied(model) as calls:
-        value, found = trained(model, routes)
+        value, actual = trained(model, routes)
 
     assert rerouted > 0.3
     assert [
         (layer, routes[:, n].tolist()) for n, layer in enumerate(find_routers(model).layers)
     ] == [(n, i.tolist()) for n, i in calls]
     assert native != value
-    gates = [found[f"{router.path}.weight"] for router in find_routers(model).all]
+    gates = [actual[f"{router.path}.weight"] for router in find_routers(model).all]
     assert all(float(gate.norm()) > 0 for gate in gates)
 
 
@@ -115,10 +115,10 @@ def test_gradients_are_those_of_the_formula_with_the_selection_fixed(family: str
         expected_loss.backward()
     expected = gradients(model)
 
-    value, found = trained(model, routes)
+    value, actual = trained(model, routes)
 
     assert float(expected_loss.detach()) == value
-    assert same(expected, found)
+    assert same(expected, actual)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
@@ -136,7 +136,7 @@ def test_gate_gradients_are_the_slope_of_the_loss(family: str) -> None:
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
 
     exact().backward()
-    found, step = gradients(model), 3e-3  # norms and routers round to float32
+    actual, step = gradients(model), 3e-3  # norms and routers round to float32
     for router in find_routers(model).all:
         direction = torch.randn(
             router.module.weight.shape, generator=torch.Generator().manual_seed(3)
@@ -148,7 +148,7 @@ def test_gate_gradients_are_the_slope_of_the_loss(family: str) -> None:
             router.module.weight.data -= sign * step * direction
         slope = (values[0] - values[1]) / (2 * step)
         assert slope == pytest.approx(
-            float((found[f"{router.path}.weight"] * direction).sum()), rel=1e-2
+            float((actual[f"{router.path}.weight"] * direction).sum()), rel=1e-2
         )
 
 
@@ -161,10 +161,10 @@ def test_bfloat16_replays_as_exactly() -> None:
     native.backward()
     expected = gradients(half)
 
-    value, found = trained(half, recorded(half))
+    value, actual = trained(half, recorded(half))
 
     assert float(native.detach()) == value
-    assert same(expected, found)
+    assert same(expected, actual)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32, np.int64])
@@ -174,14 +174,15 @@ def test_every_integer_type_and_both_layer_axes_are_taken(dtype: Any) -> None:
     routes = recorded(model)
     drift(model)
     expected = trained(model, routes)
-    whole = np.zeros((ROWS, 3, 2), dtype=dtype)
-    whole[:, 1:] = routes.numpy()
+    all_layers = np.zeros((ROWS, 3, 2), dtype=dtype)
+    all_layers[:, 1:] = routes.numpy()
 
-    assert expected[0] == trained(model, whole)[0]
-    assert expected[0] == trained(model, whole.reshape(2, 11, 3, 2))[0]
-    assert expected[0] == trained(model, torch.from_numpy(whole[:, 1:].copy()))[0]
+    assert expected[0] == trained(model, all_layers)[0]
+    assert expected[0] == trained(model, all_layers.reshape(2, 11, 3, 2))[0]
+    assert expected[0] == trained(model, torch.from_numpy(all_layers[:, 1:].copy()))[0]
     assert (
-        expected[0] == trained(model, whole[::-1].astype(np.dtype(dtype).newbyteorder())[::-1])[0]
+        expected[0]
+        == trained(model, all_layers[::-1].astype(np.dtype(dtype).newbyteorder())[::-1])[0]
     )
 
 
@@ -209,7 +210,7 @@ def test_rows_without_a_target_route_natively(model: Any) -> None:
 
 
 def test_packed_samples_replay_as_each_alone(model: Any) -> None:
-    """A packed row, told apart by position ids, replays what its samples replay one by one."""
+    """A packed row, split by position ids, replays what its samples replay alone."""
     samples = [torch.arange(3, 10), torch.arange(20, 31), torch.arange(50, 55)]
     alone = [recorded(model, sample[None]) for sample in samples]
     drift(model)

@@ -29,22 +29,22 @@ samples = st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_
 
 @given(samples, st.sampled_from(["left", "right"]), st.integers(0, 3))
 def test_padded_rows_stand_where_their_tokens_stand(
-    given: list[tuple[int, bool]], side: str, extra: int
+    drawn: list[tuple[int, bool]], side: str, extra: int
 ) -> None:
     """Row p of a sample is at the place of its token p, on whichever side the padding is; all else
     is -1.
     """
-    width = max(tokens for tokens, _ in given) + extra
-    mask = np.zeros((len(given), width), dtype=np.int64)
-    for line, (tokens, _) in zip(mask, given, strict=True):
+    width = max(tokens for tokens, _ in drawn) + extra
+    mask = np.zeros((len(drawn), width), dtype=np.int64)
+    for line, (tokens, _) in zip(mask, drawn, strict=True):
         line[slice(width - tokens, width) if side == "left" else slice(0, tokens)] = 1
 
     placed = batch_routes(
-        [coded(i, tokens - (not last)) for i, (tokens, last) in enumerate(given)], mask
+        [coded(i, tokens - (not last)) for i, (tokens, last) in enumerate(drawn)], mask
     )
 
-    assert (len(given), width, LAYERS, TOP_K) == placed.shape
-    for i, (tokens, last) in enumerate(given):
+    assert (len(drawn), width, LAYERS, TOP_K) == placed.shape
+    for i, (tokens, last) in enumerate(drawn):
         own = placed[i][mask[i] == 1]
         assert coded(i, tokens - (not last)).tolist() == own[: tokens - (not last)].tolist()
         assert (own[tokens - (not last) :] == -1).all()
@@ -53,19 +53,19 @@ def test_padded_rows_stand_where_their_tokens_stand(
 
 @given(samples, st.integers(1, 4))
 def test_packed_rows_follow_the_cumulative_lengths(
-    given: list[tuple[int, bool]], multiple: int
+    drawn: list[tuple[int, bool]], multiple: int
 ) -> None:
     """Row p of sample i is at cu_seqlens[i] + p; rows that align a sample are -1."""
-    lengths = [tokens for tokens, _ in given]
+    lengths = [tokens for tokens, _ in drawn]
     cumulative = np.cumsum([0, *(-(-tokens // multiple) * multiple for tokens in lengths)])
 
     placed = packed_routes(
-        [coded(i, tokens - (not last)) for i, (tokens, last) in enumerate(given)],
+        [coded(i, tokens - (not last)) for i, (tokens, last) in enumerate(drawn)],
         cumulative,
         lengths,
     )
 
-    for i, (tokens, last) in enumerate(given):
+    for i, (tokens, last) in enumerate(drawn):
         rows = tokens - (not last)
         own = placed[cumulative[i] : cumulative[i + 1]]
         assert coded(i, rows).tolist() == own[:rows].tolist()

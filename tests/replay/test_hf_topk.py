@@ -31,10 +31,10 @@ class Toy(torch.nn.Module):  # type: ignore[misc]
 
 
 def run(router: Toy, ids: Any, hidden: Any = None) -> Any:
-    given = torch.ones(3, HIDDEN) if hidden is None else hidden
+    hidden_states = torch.ones(3, HIDDEN) if hidden is None else hidden
     return intercepted(
         router.forward,
-        (given,),
+        (hidden_states,),
         {},
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -57,8 +57,8 @@ IDS = torch.tensor([[0, 1], [2, 5], [4, 3]])
     ],
 )
 def test_every_way_to_call_topk_is_answered(select: Any) -> None:
-    """As a function or a method, by position or by keyword: the ids are the given ones, the values
-    the live scores at them.
+    """As a function or a method, by position or by keyword: the ids are the replayed ones, the
+    values the live scores at them.
     """
     output, chosen = run(Toy(select), IDS)
 
@@ -71,10 +71,10 @@ def test_the_gate_has_the_gradient_of_the_selected_scores() -> None:
     """The gradient is that of a gather from the live scores, bit for bit."""
     router = Toy()
     run(router, IDS)[0][1].square().sum().backward()
-    found, router.weight.grad = router.weight.grad, None
+    gradient, router.weight.grad = router.weight.grad, None
     (torch.ones(3, HIDDEN) @ router.weight.T).softmax(-1).gather(-1, IDS).square().sum().backward()
 
-    assert torch.equal(router.weight.grad, found)
+    assert torch.equal(router.weight.grad, gradient)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_a_selection_of_groups_is_left_alone() -> None:
 
     def grouped(scores: Any) -> Any:
         best = scores.view(-1, 3, 2).topk(1, dim=-1)[0].squeeze(-1)
-        kept = torch.zeros_like(best).scatter_(1, best.topk(TOP_K, dim=-1)[1], 1)
-        masked = scores.masked_fill(kept.repeat_interleave(2, dim=1) == 0, float("-inf"))
+        selected = torch.zeros_like(best).scatter_(1, best.topk(TOP_K, dim=-1)[1], 1)
+        masked = scores.masked_fill(selected.repeat_interleave(2, dim=1) == 0, float("-inf"))
         ids = masked.topk(TOP_K, dim=-1)[1]
         return scores.gather(-1, ids), ids
 
@@ -138,8 +138,8 @@ def tried_with(forward: Any, args: Any, **kwargs: Any) -> bool:
     return probe(forward, args, kwargs, num_experts=EXPERTS, top_k=TOP_K, who="The router")
 
 
-def test_what_else_a_router_is_called_with_stays() -> None:
-    """A bias beside the hidden states is handed on; what goes with the rows, or comes before them,
+def test_other_arguments_of_a_router_are_passed_on() -> None:
+    """A bias next to the hidden states is passed on; what goes with the rows, or comes before them,
     is refused.
     """
     router = Toy()

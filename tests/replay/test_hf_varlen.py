@@ -46,14 +46,14 @@ def test_samples_attend_to_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(varlen, "varlen_attn", _loop)
     ids = torch.arange(30)[None] % 60
     positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
-    masked, told = HfTrainer(Setup()).model, HfTrainer(Setup(varlen=True)).model
+    masked, packed = HfTrainer(Setup()).model, HfTrainer(Setup(varlen=True)).model
     with torch.no_grad():
         one, other = (
             model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            for model in (masked, told)
+            for model in (masked, packed)
         )
 
-    assert VARLEN == told.config._attn_implementation
+    assert VARLEN == packed.config._attn_implementation
     assert "varlen" in Setup(varlen=True).name
     assert torch.allclose(one, other, atol=1e-4)
     assert float((one - other).abs().max()) > 0

@@ -81,7 +81,7 @@ def _prepared(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module")
 def undivided(ranks: Ranks) -> Callable[[MegatronSetup], Outcome]:
-    """What one process records of the model of a setup; asked once for each model."""
+    """What one process records of the model of a setup; run once for each model."""
 
     @cache
     def recorded(setup: MegatronSetup) -> Outcome:
@@ -137,7 +137,7 @@ def _chosen(calls: list[Routing], phase: Phase) -> dict[tuple[int, int, int], li
 
 
 @each_setup
-def test_recordings_of_all_ranks_merge_to_that_of_one_process(
+def test_recordings_of_all_ranks_merge_to_the_undivided_one(
     ranks: Ranks, undivided: Callable[[MegatronSetup], Outcome], name: str
 ) -> None:
     """What tensor, context, pipeline, virtual and data-parallel ranks recorded, merged, is what one
@@ -155,7 +155,7 @@ def test_recordings_of_all_ranks_merge_to_that_of_one_process(
 
 
 @each_setup
-def test_replay_of_what_every_rank_recorded_changes_no_bit(ranks: Ranks, name: str) -> None:
+def test_replay_of_every_ranks_own_recording_changes_no_bit(ranks: Ranks, name: str) -> None:
     """Loss, logprobs and all gradients of a replay in place equal those of the recording bit for
     bit, with and without recompute.
 
@@ -212,14 +212,14 @@ def test_every_row_executes_the_routes_of_its_own_place(ranks: Ranks, name: str)
         for call in calls
         for place in _misplaced_or_seen(call, coding, setup, samples)
     }
-    wanted = {
+    expected = {
         (phase, i, position, layer)
         for phase in Phase
         for i, one in enumerate(samples)
         for position in range(one.total - 1)
         for layer in setup.moe_layers
     }
-    assert wanted == seen
+    assert expected == seen
 
 
 def _misplaced_or_seen(
@@ -237,24 +237,24 @@ def _misplaced_or_seen(
     for row in rows:
         own = (int(call.samples[row]), int(call.positions[row]), column)
         pair: IntArray = call.experts[row]
-        told = {
+        recorded = {
             coding.place(int(cell))
             for order in (pair, pair[::-1])
             if (cell := coding.decode(order[None])[0]) >= 0
         }
-        yield (own[0], own[1], call.layer if own in told else -1)
+        yield (own[0], own[1], call.layer if own in recorded else -1)
 
 
 def _executed(setup: MegatronSetup, step: Step, calls: list[Routing], phase: Phase) -> bool:
     """Whether every captured row of the step executed its target, in each layer, in that phase."""
     targets = ExpectedRows(setup.contract(), step.samples)
-    wanted = np.where(targets.known[..., None], np.sort(targets.experts), -1)
+    expected = np.where(targets.known[..., None], np.sort(targets.experts), -1)
     seen = np.full_like(targets.experts, -1)
     for call in calls:
         places, column = targets.places(call), targets.layers.index(call.layer)
         held = (places >= 0) & targets.known[places, column] & (call.phase is phase)
         seen[places[held], column] = np.sort(call.experts)[held]
-    return np.array_equal(wanted, seen)
+    return np.array_equal(expected, seen)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_other_peoples_code_is_driven_to_the_end(request: pytest.FixtureRequest,
 
 @pytest.fixture(scope="module")
 def reports(ranks: Ranks) -> dict[str, Report]:
-    """Setups of one process are judged beside the others, whose ranks leave time while they wait
+    """Setups of one process are judged next to the others, whose ranks leave time while they wait
     for each other.
     """
 
@@ -331,8 +331,8 @@ def reports(ranks: Ranks) -> dict[str, Report]:
             name: judge_replay(partial(MegatronTrainer, name, own), name=name) for name in names
         }
 
-    with megatron_ranks() as others, ThreadPoolExecutor(1) as beside:
-        single = beside.submit(judged, others, alone=True)
+    with megatron_ranks() as others, ThreadPoolExecutor(1) as executor:
+        single = executor.submit(judged, others, alone=True)
         return {**judged(ranks, alone=False), **single.result()}
 
 

@@ -31,7 +31,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def test_absence_is_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absence_is_reported_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without megatron-core the error names a release that installs on this Python, and is what a
     missing framework always is.
     """
@@ -47,7 +47,7 @@ def test_absence_is_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatc
 def test_other_releases_are_refused_before_anything_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A release that is not in the table is told, with those that are, and no module of
+    """A release that is not in the table is reported, with those that are, and no module of
     megatron-core is imported for it.
     """
     _installed(monkeypatch, "0.17.0")
@@ -176,12 +176,12 @@ def test_everything_is_put_back_in_the_real_packages() -> None:
     )
 
     def state() -> list[Any]:
-        found = []
+        values = []
         for item in STAND_INS:
             module, _, name = item.owner.partition(":")
             owner: Any = importlib.import_module(module)
-            found.append(vars(getattr(owner, name) if name else owner).get(item.name, "absent"))
-        return found
+            values.append(vars(getattr(owner, name) if name else owner).get(item.name, "absent"))
+        return values
 
     before = state()
     with cpu_megatron() as release, cpu_megatron():

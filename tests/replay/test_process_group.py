@@ -42,7 +42,7 @@ def test_results_come_by_rank_and_sizes_may_change(ranks: Ranks) -> None:
 
 
 def test_ranks_live_on_for_the_next_job_of_their_crew(ranks: Ranks) -> None:
-    """The processes of one size and crew are kept; another crew gets fresh ones."""
+    """The processes of one size and crew are reused; another crew gets fresh ones."""
     first = ranks.run("pid", world_size=2, crew="one")
     assert first == ranks.run("pid", world_size=2, crew="one")
     assert not set(first) & set(ranks.run("pid", world_size=2, crew="other"))
@@ -66,7 +66,7 @@ def test_a_rank_that_dies_ends_its_job_at_once(ranks: Ranks, job: str, message: 
     assert [6, 6, 6] == ranks.run("add", world_size=3)
 
 
-def test_a_rank_that_raises_is_named_with_what_it_raised(ranks: Ranks) -> None:
+def test_a_rank_that_raises_is_named_with_its_exception(ranks: Ranks) -> None:
     """The error names the rank that raised first, quotes its traceback, and has its exception as
     the cause.
     """
@@ -91,8 +91,8 @@ def test_a_rank_that_raises_is_named_with_what_it_raised(ranks: Ranks) -> None:
         ),
     ],
 )
-def test_what_cannot_come_back_is_reported(ranks: Ranks, job: str, message: str) -> None:
-    """A job that ends its process, or returns what cannot be pickled, is told as that."""
+def test_a_result_that_cannot_return_is_reported(ranks: Ranks, job: str, message: str) -> None:
+    """A job that ends its process, or returns what cannot be pickled, is reported as such."""
     with pytest.raises(RankError, match=message) as caught:
         ranks.run(job, world_size=2)
     assert 1 == caught.value.rank
@@ -132,7 +132,7 @@ def test_ranks_that_hang_are_ended_and_say_where_they_were() -> None:
 
 
 def test_a_task_that_cannot_be_set_up_says_so() -> None:
-    """An exception of the set-up is told as one, not as a hang."""
+    """An exception of the set-up is reported as one, not as a hang."""
     with (
         Ranks(not_starting) as ranks,
         pytest.raises(
@@ -143,7 +143,7 @@ def test_a_task_that_cannot_be_set_up_says_so() -> None:
 
 
 def test_a_module_that_cannot_be_imported_says_so() -> None:
-    """A preload that is absent is told with the import error, before any rank is made."""
+    """A preload that is absent is reported with the import error, before any rank is made."""
     with (
         Ranks(summing, preload=("no_such_module",)) as ranks,
         pytest.raises(RankError, match="No module named 'no_such_module'"),
@@ -152,8 +152,8 @@ def test_a_module_that_cannot_be_imported_says_so() -> None:
 
 
 def test_imports_go_on_while_nothing_is_run_yet() -> None:
-    """What was prepared runs, ends where nothing was run, and tells an import that failed when a
-    job is run, each time anew.
+    """What was prepared runs, ends where nothing was run, and reports a failed import when a
+    job is run, each time again.
     """
     with Ranks(summing, preload=("torch",)) as ranks:
         ranks.prepare()

@@ -122,8 +122,10 @@ def test_a_defect_leaves_no_row_without_its_mark(defect: Defect) -> None:
         (declared(layer_axis="moe", moe_layers=(2,)), {Defect.FEW_LAYERS}),
     ],
 )
-def test_what_a_convention_allows_is_no_defect(contract: Contract, missing: set[Defect]) -> None:
-    """Defects are asked for only where the contract rules them out."""
+def test_a_row_that_a_convention_allows_is_no_defect(
+    contract: Contract, missing: set[Defect]
+) -> None:
+    """Defects are made only where the contract rules them out."""
     assert missing == set(Defect) - set(offered_defects(contract))
 
 

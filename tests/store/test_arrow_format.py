@@ -1,4 +1,6 @@
-"""The Arrow store: what goes in comes out, in episodes, after appending, and after a kill."""
+"""The Arrow store: what was written is read back, in episodes, after appending, and after a killed
+writer.
+"""
 
 from __future__ import annotations
 
@@ -117,8 +119,8 @@ def test_subclasses_of_numbers_are_stored_as_numbers(tmp_path: Path, trusted: bo
 
 
 def test_episodes_are_read_in_turn_and_may_be_skipped(tmp_path: Path) -> None:
-    """A reader that takes only a part of an episode finds the next one whole, and the ending counts
-    all of them.
+    """A reader that takes only a part of an episode finds the next one complete, and the ending
+    counts all of them.
     """
     path = tmp_path / "trace.arrow"
     stories = [story(i) for i in range(4)]
@@ -162,7 +164,7 @@ def test_reopening_goes_on_with_the_last_episode(tmp_path: Path) -> None:
         for event in events[5:]:
             writer.append(event)
     assert [(0, events[:5]), (1, events[5:])] == [
-        (header.seed, found) for header, found in read(path)
+        (header.seed, read_back) for header, read_back in read(path)
     ]
 
 
@@ -200,16 +202,16 @@ def test_killed_writer_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
                 flushed = int(process.stdout.readline())
             process.send_signal(signal.SIGKILL)
         reader = TraceReader(path)
-        found = [event.index for event in reader]
-        assert len(found) >= flushed - 50
-        assert list(range(len(found))) == found
+        read_back = [event.index for event in reader]
+        assert len(read_back) >= flushed - 50
+        assert list(range(len(read_back))) == read_back
         assert reader.ending is not None and not reader.ending.closed
         assert "did not close the file" in str(reader.ending)
         with TraceWriter(path, mode="a") as writer:
-            assert len(found) == writer.events
-            writer.append(Admit(index=len(found), call_id=0, server_id="s0"))
+            assert len(read_back) == writer.events
+            writer.append(Admit(index=len(read_back), call_id=0, server_id="s0"))
         reader = TraceReader(path)
-        assert len(found) + 1 == len(list(reader))
+        assert len(read_back) + 1 == len(list(reader))
         assert reader.ending is not None and reader.ending.closed
 
 
@@ -396,7 +398,7 @@ def test_unstorable_events_are_refused_and_the_file_stays_readable(
     tmp_path: Path, event: Event, text: str
 ) -> None:
     """An event with a value that cannot be stored raises TraceError with its place; events before
-    and after it are kept.
+    and after it are retained.
     """
     path = tmp_path / "trace.arrow"
     before, after = admits(2)

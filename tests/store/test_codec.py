@@ -69,7 +69,7 @@ def test_a_new_kind_of_event_needs_no_code_here(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unstorable(Event):
-    """An event with a field that cannot be told apart."""
+    """An event with an ambiguous field."""
 
     kind: ClassVar[str] = "unstorable"
     which: Request | Rollout
@@ -130,8 +130,10 @@ def test_defaults_of_stored_fields_never_change() -> None:
         },
     }
     for cls, defaults in pinned.items():
-        found = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
-        assert defaults == {name: found.get(name) for name in defaults}
+        actual = {
+            field.name: field.default for field in fields(cls) if field.default is not MISSING
+        }
+        assert defaults == {name: actual.get(name) for name in defaults}
 
 
 def _header(value: Any) -> Header:
@@ -162,7 +164,7 @@ def test_free_form_values_come_back(value: Any) -> None:
 
 
 def test_free_form_values_are_made_plain() -> None:
-    """Tuples become lists and enums their values: the header's case may be given as
+    """Tuples become lists and enums their values: the header's case may be passed as
     dataclasses.asdict makes it.
     """
     from rollproof.core.engine_contract import PauseMode
@@ -210,7 +212,7 @@ def test_errors_show_values_short_and_plain() -> None:
         assert len(show(value)) <= 80 and show(value).isascii() and show(value).isprintable()
 
 
-def test_keys_twice_are_found_in_linear_time() -> None:
+def test_duplicate_keys_are_detected_in_linear_time() -> None:
     """A huge object with one key twice is refused as quickly as any other."""
     text = "{" + ",".join(f'"{i}":0' for i in range(200_000)) + ',"7":1}'
     with pytest.raises(TraceError, match="the key '7' occurs twice"):

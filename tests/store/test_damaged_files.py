@@ -71,7 +71,7 @@ def check_outcome(data: bytes, path: Path, records: list[Header | Event], origin
 
 
 def test_cut_at_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
-    """A file cut at any byte gives every batch that is whole, and either says how much was lost or
+    """A file cut at any byte gives every complete batch, and either says how much was lost or
     that nothing can be read.
     """
     data, episodes = sound
@@ -159,8 +159,8 @@ def test_any_vandalism(
 def test_batches_out_of_place(
     sound: tuple[bytes, Episodes], tmp_path: Path, order: Callable[[list[bytes]], list[bytes]]
 ) -> None:
-    """Batches that are swapped, cut out or doubled are each whole, and are seen all the same,
-    before their events are given.
+    """Batches that are swapped, cut out or doubled are each complete, and are detected all the
+    same, before their events are returned.
     """
     data, episodes = sound
     path = tmp_path / "trace.arrow"

@@ -180,7 +180,7 @@ FORGED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("content", "text"), FORGED, ids=[text[:30] for _, text in FORGED])
 def test_forged_rows_are_refused(tmp_path: Path, content: dict[str, Any], text: str) -> None:
     """A row with hostile content, under a valid seal, is refused as damage with the reason; the
-    episode before it is given.
+    episode before it is returned.
     """
     path = tmp_path / "trace.arrow"
     forge(path, **content)

@@ -66,11 +66,11 @@ def test_every_kind_of_event_is_drawn(kind: str, tmp_path: Path) -> None:
         max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
     )
     @given(any_event(kind))
-    def one(event: Event) -> None:
+    def round_trip(event: Event) -> None:
         trace = Trace(header=HEADER, events=(event,))
         assert alike(trace, trip(trace, tmp_path / "trace.json"))
 
-    one()
+    round_trip()
 
 
 def test_both_forms_hold_the_same(tmp_path: Path) -> None:
@@ -454,8 +454,8 @@ def test_size_is_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where writing fails, or a value cannot be stored, the old file stays whole and nothing is
-    left beside it.
+    """Where writing fails, or a value cannot be stored, the old file stays complete and nothing is
+    left next to it.
     """
     path = tmp_path / "trace.json"
     dump_trace(story(), path)

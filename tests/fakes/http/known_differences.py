@@ -1,5 +1,5 @@
-"""Where a face is known to differ from the recorded server, and why. An entry that excuses nothing
-any more is an error.
+"""Where a fake server is known to differ from the recorded one, and why. An entry that excuses
+nothing any more is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHANCE: Mapping[str, str] = {
 }
 """Exchanges that are not compared, because both outcomes are right and chance decides."""
 STATUS_ONLY: Mapping[str, str] = {
-    "sglang_info-2": "the whole start-up configuration; the face has the part that stacks read",
+    "sglang_info-2": "the complete start-up configuration; the fake has the part that stacks read",
     "sglang_info-3": "the same",
     "vllm_collective_rpc-4": "what a worker's method returns is the worker's",
     "vllm_weights-7": "checksums by the names of tensors",
@@ -58,6 +58,6 @@ MISSING: Mapping[str, tuple[str, ...]] = {
     "/get_model_info": ("embedding",),
     "/v1/loads": _LOADS,
 }
-"""Keys by path that the face leaves out: deployments that the fake does not stand for."""
+"""Keys by path that the fake server leaves out: deployments that the fake does not stand for."""
 EXTRA: Mapping[str, tuple[str, ...]] = {}
 """Keys by path that it has beyond, or of another kind."""

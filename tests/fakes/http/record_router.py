@@ -1,5 +1,5 @@
 """Records what SGLang's own gateway (``pip install sglang-router``) answers before two servers with
-SGLang's face: ``python -m tests.fakes.http.record_router``.
+SGLang's fake server: ``python -m tests.fakes.http.record_router``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "r
 
 def exchanges(server: Server, urls: list[str]) -> Iterator[Exchange]:
     """One after the other: what is listed, forwarded and refused, then a worker taken away and
-    given back.
+    returned.
     """
     send_json = server.send_json
     for path in (
@@ -42,7 +42,7 @@ def exchanges(server: Server, urls: list[str]) -> Iterator[Exchange]:
         yield send_json("POST", path, {})
     yield send_json("DELETE", "/workers/00000000-0000-4000-8000-000000000000")
     listed = send_json("GET", "/workers")["response"]["body"]["workers"]
-    gone = next(worker for worker in _whole(server) if worker["url"] == urls[0])
+    gone = next(worker for worker in _wait_for_workers(server) if worker["url"] == urls[0])
     assert listed
     yield send_json("DELETE", f"/workers/{gone['id']}")
     time.sleep(1)
@@ -52,16 +52,16 @@ def exchanges(server: Server, urls: list[str]) -> Iterator[Exchange]:
     yield send_json("GET", "/workers")
 
 
-def _whole(server: Server) -> list[dict[str, Any]]:
+def _wait_for_workers(server: Server) -> list[dict[str, Any]]:
     import urllib.request
 
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/workers") as reply:
-        found: list[dict[str, Any]] = json.load(reply)["workers"]
-        return found
+        workers: list[dict[str, Any]] = json.load(reply)["workers"]
+        return workers
 
 
 async def main() -> None:
-    """Serve, start the gateway, ask, write."""
+    """Serve, start the gateway, send the requests, write the answers."""
     async with routing("sglang", ServeOptions(flavour="sglang"), 2) as (_, backends):
         urls, port = list(backends), _free_port()
         command = [

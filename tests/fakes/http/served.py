@@ -1,4 +1,4 @@
-"""Servers for the tests of the faces: in a thread of their own, on real loopback, for as long as a
+"""Fake servers for tests: in a thread of their own, on real loopback, for as long as a
 test module needs them.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Served", "served"]
 
 
 class Served:
-    """A running server: ``client`` asks it, ``do`` runs something in its loop."""
+    """A running server: ``client`` calls it, ``do`` runs something in its loop."""
 
     def __init__(self, url: str, backend: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.url, self.backend, self._loop = url, backend, loop

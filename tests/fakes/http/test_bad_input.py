@@ -1,4 +1,4 @@
-"""What a stranger may send to either face, over real loopback: every answer is a status of its
+"""Bad requests to either fake server, over real loopback: every answer is a status of its
 kind, and the engine is left as it was.
 """
 
@@ -176,7 +176,7 @@ def test_wrong_values_have_the_status_of_the_real_server(
 def test_a_method_that_an_endpoint_has_not_is_a_405_that_names_those_it_has(
     servers: dict[str, Served], server_kind: str
 ) -> None:
-    """As HTTP asks for."""
+    """As HTTP requires."""
     reply = servers[server_kind].client.get(CALLS[server_kind][0])
     assert (405, True) == (reply.status_code, "POST" in reply.headers["allow"])
 
@@ -201,9 +201,7 @@ def test_a_handle_in_use_is_refused_by_sglang_and_taken_by_vllm(
     assert 200 == server.client.post(path, json=short).status_code  # the handle is free again
 
 
-def test_aborts_of_what_is_not_there_are_taken(
-    servers: dict[str, Served], server_kind: str
-) -> None:
+def test_aborts_of_unknown_calls_are_accepted(servers: dict[str, Served], server_kind: str) -> None:
     """An unknown id, an empty one and none at all are answered, and end nothing."""
     bodies: tuple[Any, ...] = (
         ({"rid": "nobody"}, {"rid": ""}, {})

@@ -35,7 +35,7 @@ def vllm() -> Iterator[Served]:
 
 
 def test_each_prompt_of_a_batch_has_its_own_parameters(sglang: Served) -> None:
-    """Lists of sampling parameters and of what is asked of logprobs hold prompt by prompt, several
+    """Lists of sampling parameters and of logprob options apply prompt by prompt, several
     samples of one lie together.
     """
     lists = {
@@ -88,7 +88,7 @@ def test_text_counts_where_a_request_has_ids_too(sglang: Served) -> None:
         {"sampling_params": [{}, {"top_p": 0}]},
     ],
 )
-def test_sglang_refuses_what_does_not_fit(sglang: Served, wrong: dict[str, Any]) -> None:
+def test_sglang_refuses_values_out_of_range(sglang: Served, wrong: dict[str, Any]) -> None:
     """Lists of another length than the batch, and values out of the ranges of
     ``SamplingParams.verify``.
     """
@@ -113,7 +113,7 @@ def test_sglang_refuses_what_does_not_fit(sglang: Served, wrong: dict[str, Any])
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
-def test_vllm_refuses_what_does_not_fit(
+def test_vllm_refuses_values_out_of_range(
     vllm: Served, wrong: dict[str, Any], param: str | None
 ) -> None:
     """Values out of the ranges of ``SamplingParams``, and fields of a request that do not go
@@ -135,7 +135,7 @@ def test_vllm_refuses_what_does_not_fit(
         {"stream_options": {}},
     ],
 )
-def test_vllm_takes_what_looks_odd(vllm: Served, odd: dict[str, Any]) -> None:
+def test_vllm_accepts_odd_values(vllm: Served, odd: dict[str, Any]) -> None:
     """The edges of the ranges."""
     assert (
         200
@@ -149,8 +149,8 @@ def test_an_echo_alone_scores_its_prompt(vllm: Served) -> None:
     """``echo`` with ``max_tokens`` of 0: the prompt's words and logprobs, and nothing that was
     sampled.
     """
-    asked = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 0}
-    (choice,) = vllm.client.post("/v1/completions", json=asked).json()["choices"]
+    body = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = vllm.client.post("/v1/completions", json=body).json()["choices"]
     assert ("w5 w6 w7", ["w5", "w6", "w7"]) == (choice["text"], choice["logprobs"]["tokens"])
     first, *others = choice["logprobs"]["token_logprobs"]
     assert first is None

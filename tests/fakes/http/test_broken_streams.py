@@ -128,11 +128,11 @@ def judged(server: Served, options: ServeOptions) -> tuple[Judgement, list[Any]]
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("server_kind", "options"), SERVER_KINDS)
-def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
+def test_a_client_that_leaves_a_stream_may_retain_its_tokens_or_start_again(
     server_kind: str, options: ServeOptions, again: bool
 ) -> None:
-    """Wherever it leaves; the trace says that nobody received those replies whole, and the samples
-    are found right.
+    """Wherever it leaves; the trace says that nobody received those replies completely, and the
+    samples pass.
     """
     with served(server_kind, options) as server:
         teller = Teller(server.url)
@@ -146,14 +146,16 @@ def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
             teller.submit(request)
             client = Client(server, server_kind, incremental=options.incremental)
             teller.result(client.rollout(request, leave=leave, again=again))
-        found, events = judged(server, options)
-    assert () == found.failed, [result.findings for result in found.results if result.findings]
+        judgement, events = judged(server, options)
+    assert () == judgement.failed, [
+        result.findings for result in judgement.results if result.findings
+    ]
     assert {
         "stitch.tokens",
         "stitch.resume-prompt",
         "stitch.logprobs-paired",
         "stitch.budget-granted",
-    } <= {result.id for result in found.results if result.verdict == "pass"}
+    } <= {result.id for result in judgement.results if result.verdict == "pass"}
     unheard = [event for event in events if isinstance(event, Reply) and not event.delivered]
     assert 5 == len(unheard) + sum(
         isinstance(event, Fault) and event.what == "broken-stream" for event in events
@@ -163,7 +165,7 @@ def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kind", ["reset", "truncate", "wrong-length"])
 @pytest.mark.parametrize(("server_kind", "options"), SERVER_KINDS)
-def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(
+def test_a_client_whose_stream_is_broken_may_retain_its_tokens_or_start_again(
     server_kind: str, options: ServeOptions, kind: str, again: bool
 ) -> None:
     """A planned fault of the wire; a reset may take along what had been sent before it."""
@@ -183,8 +185,10 @@ def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(
                     request, leave=None, again=again
                 )
             )
-        found, events = judged(server, options)
-    assert () == found.failed, [result.findings for result in found.results if result.findings]
+        judgement, events = judged(server, options)
+    assert () == judgement.failed, [
+        result.findings for result in judgement.results if result.findings
+    ]
     assert ["lost-reply", "lost-reply"] == [
         event.what for event in events if isinstance(event, Fault)
     ]
@@ -193,7 +197,7 @@ def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(
 @pytest.mark.parametrize(
     "wrong", ["stitch.tokens", "stitch.resume-prompt", "stitch.logprobs-paired"]
 )
-def test_a_client_that_is_wrong_about_what_it_has_is_found(wrong: str) -> None:
+def test_a_client_with_wrong_tokens_of_a_broken_stream_is_detected(wrong: str) -> None:
     """A token of it that is lost in the sample, one that is sent twice, logprobs that are shifted
     by one.
     """
@@ -229,5 +233,5 @@ def test_a_client_that_is_wrong_about_what_it_has_is_found(wrong: str) -> None:
         teller.result(
             Wrong(server, "sglang", incremental=False).rollout(request, leave=6, again=False)
         )
-        found, _ = judged(server, SGLANG)
-    assert wrong in found.failed
+        judgement, _ = judged(server, SGLANG)
+    assert wrong in judgement.failed

@@ -111,15 +111,13 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
         ({"seed": "x"}, "seed='x' must be a whole number"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused_with_what_is_wrong(
-    data: dict[str, Any], words: str
-) -> None:
+def test_an_invalid_plan_is_refused_with_the_reason(data: dict[str, Any], words: str) -> None:
     """One line that names the fault and the field."""
     with pytest.raises(UsageError, match=words):
         FaultPlan.from_dict(data)
 
 
-def test_a_plan_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_plan_is_refused(tmp_path: Path) -> None:
     """A missing file and one that is no TOML."""
     broken = tmp_path / "plan.toml"
     broken.write_text("[[faults")
@@ -147,7 +145,7 @@ def test_a_fault_befalls_whom_it_names() -> None:
     again = [("/generate", b'{"rid": "r1"}'), ("/generate", b'{"rid": "r2"}')] * 3
     assert [3] == hit_by(
         plan(do="reset", request_id="r1", nth=[2]), again
-    )  # the second of its own calls, whoever asks between
+    )  # the second of its own calls, whoever calls in between
     assert [1, 2] == hit_by(plan(do="reset", times=2), mixed)
     drawn = [
         FaultPlan(faults=(WireFault(do=WireFaultKind.SLOW, probability=0.3),), seed=seed)
@@ -158,9 +156,9 @@ def test_a_fault_befalls_whom_it_names() -> None:
     assert 0 < len(first) < 40
 
 
-def test_what_became_of_a_plan_is_told() -> None:
-    """Of all servers together: a fault that nothing fitted and an action that never came are told
-    apart from those that happened.
+def test_the_summary_of_a_plan_is_printed() -> None:
+    """Of all servers together: a fault that nothing fitted and an action that never fired are
+    reported apart from those that happened.
     """
     full_plan = FaultPlan.from_dict(
         {
@@ -235,7 +233,7 @@ def test_a_status_comes_before_the_engine_or_after_it(after: bool, calls: int) -
     ]
 
 
-def test_a_slow_reply_is_late_and_one_that_nobody_waits_for_was_not_delivered() -> None:
+def test_a_slow_reply_is_late_and_undelivered_if_its_client_left() -> None:
     """The engine takes the time, so that the trace is right about whoever gives up."""
     with served("sglang", plan=plan(do="slow", seconds=0.5, nth=[1, 2])) as server:
         with pytest.raises(httpx.ReadTimeout):
@@ -259,7 +257,7 @@ def test_the_engine_carries_out_actions_of_its_own() -> None:
     )
 
 
-def test_a_request_is_found_by_the_header_that_names_it() -> None:
+def test_a_request_is_selected_by_the_header_that_names_it() -> None:
     """As the actions of a plan find it: a stack need not send a handle of its own."""
     with served("sglang", plan=plan(do="status", status=503, request_id="mine")) as server:
         statuses = [

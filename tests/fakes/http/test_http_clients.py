@@ -1,5 +1,5 @@
 """Clients that speak HTTP in virtual time: correct ones are clean, and those of the known bugs are
-told.
+detected.
 """
 
 from __future__ import annotations

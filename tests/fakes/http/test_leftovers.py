@@ -31,8 +31,8 @@ CALL = {
 
 @pytest.fixture
 def server() -> Iterator[Served]:
-    with served("sglang", ServeOptions(flavour="sglang", engine=SLOW)) as found:
-        yield found
+    with served("sglang", ServeOptions(flavour="sglang", engine=SLOW)) as server:
+        yield server
 
 
 KINDS = (Request, Delivery, InflightCall)
@@ -41,7 +41,7 @@ KINDS = (Request, Delivery, InflightCall)
 @pytest.mark.parametrize(
     "more",
     [{}, {"stream": True}, {"return_routed_experts": True}],
-    ids=["whole", "stream", "routes"],
+    ids=["complete", "stream", "routes"],
 )
 def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any]) -> None:
     """What answering needed is gone with the answer, without a garbage collection: also where the
@@ -72,9 +72,9 @@ def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any])
         gc.enable()
 
 
-def test_what_was_cut_off_is_known_again_and_takes_little() -> None:
+def test_aborted_sequences_are_recognised_and_take_little_memory() -> None:
     """Whoever resumes is known by the tokens, of which there may be thousands in each of thousands
-    of sequences: none is kept.
+    of sequences: none is retained.
     """
     samples = Samples(Recorder(lambda: 0.0))
     cut = EngineOutput(

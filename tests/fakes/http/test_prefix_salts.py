@@ -44,7 +44,7 @@ def _cached(server: Served) -> list[int | None]:
 
 
 def _complete(vllm: Served, path: str, body: dict[str, Any]) -> None:
-    given = {
+    text = {
         "max_tokens": 1,
         "prompt": [5, 6, 7, 8],
         "messages": [{"role": "user", "content": "w5 w6 w7 w8"}],
@@ -53,7 +53,7 @@ def _complete(vllm: Served, path: str, body: dict[str, Any]) -> None:
     assert (
         200
         == vllm.client.post(
-            path, json={**(tokens if path.startswith("/inference") else given), **body}
+            path, json={**(tokens if path.startswith("/inference") else text), **body}
         ).status_code
     )
 
@@ -62,7 +62,7 @@ def _complete(vllm: Served, path: str, body: dict[str, Any]) -> None:
     "path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"]
 )
 def test_a_salt_parts_the_prefix_cache_of_vllm(vllm: Served, path: str) -> None:
-    """A prompt is found again under its own salt only; a call without one shares with none that has
+    """A prompt hits the cache under its own salt only; a call without one shares with none that has
     one.
     """
     for body in ({}, {}, {"cache_salt": "1"}, {"cache_salt": "2"}, {"cache_salt": "1"}):

@@ -1,5 +1,5 @@
-"""The faces beside what the real servers answered (``record_sglang.py``, ``record_vllm.py``,
-``record_router.py`` recorded it).
+"""The fake servers compared with answers of the real ones (``record_sglang.py``,
+``record_vllm.py``, ``record_router.py`` recorded it).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONS = {
 }
 KINDS = sorted(path.stem for path in RECORDED.glob("*.json") if path.stem not in DISABLED)
 LONG = ("cut-", "held-", "across")
-"""How ids of calls begin that something else was done beside."""
+"""Prefixes of the ids of calls during which something else was done."""
 Difference: TypeAlias = "tuple[str, str]"
 """What differs, and the entry of ``known_differences.py`` that excuses it (``""``: none does)."""
 
@@ -50,12 +50,12 @@ def test_requests_are_answered_as_the_real_server_answered_them(kind: str) -> No
     """Status, media type, keys and kinds of values of every exchange of a kind, in its order, on
     one server.
     """
-    assert [] == [f"{name}: {text}" for name, (text, excuse) in found(kind) if not excuse]
+    assert [] == [f"{name}: {text}" for name, (text, excuse) in all_differences(kind) if not excuse]
 
 
 def test_every_difference_that_is_accepted_is_still_there() -> None:
     """An entry of ``known_differences.py`` that excuses nothing would hide the next fault there."""
-    used = {excuse for kind in KINDS for _, (_, excuse) in found(kind)}
+    used = {excuse for kind in KINDS for _, (_, excuse) in all_differences(kind)}
     names = {f"{kind}-{number}" for kind in KINDS for number in range(len(exchanges_of(kind)))}
     assert set() == ENTRIES - used
     assert set() == {*SKIPPED, *STATUS_ONLY, *CHANCE} - names
@@ -76,7 +76,7 @@ ENTRIES = {
 
 
 @cache
-def found(kind: str) -> list[tuple[str, Difference]]:
+def all_differences(kind: str) -> list[tuple[str, Difference]]:
     """All differences of a kind; worked out once a session."""
     with started(kind) as server:
         return list(differences(kind, exchanges_of(kind), server))
@@ -100,8 +100,8 @@ def started(kind: str) -> Any:
 def differences(
     kind: str, exchanges: list[Mapping[str, Any]], server: Served
 ) -> Iterator[tuple[str, Difference]]:
-    """Where the face differs, exchange by exchange. A long call is begun before the orders that
-    were given beside it.
+    """Where the fake server differs, exchange by exchange. A long call is begun before the
+    requests that were sent meanwhile.
     """
     waiting: list[tuple[str, Mapping[str, Any], threading.Thread, list[Any]]] = []
     for number, exchange in enumerate(exchanges):
@@ -144,7 +144,7 @@ ORDERS = {
     "held-cache": 2,
     "across": 2,
 }
-"""How many orders were given beside a long call, where it was more than one."""
+"""How many requests were sent during a long call, where it was more than one."""
 
 
 def identity(exchange: Mapping[str, Any]) -> Any:

@@ -1,5 +1,5 @@
-"""Released clients of vLLM's server, unmodified, on a face over real HTTP. They are skipped where
-they are not installed.
+"""Released clients of vLLM's server, unmodified, against a fake server over real HTTP. They are
+skipped where they are not installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VLLM = ServeOptions(flavour="vllm", model=OPTIONS.model, engine=OPTIONS.engine, 
 
 
 def trl_client(url: str) -> Any:
-    """TRL's ``VLLMClient``; it asks for vLLM to be installed, of which it uses the transfer of
+    """TRL's ``VLLMClient``; it requires vLLM to be installed, of which it uses the transfer of
     weights alone.
     """
     pytest.importorskip(
@@ -67,7 +67,7 @@ def judgement(server: Served, requests: list[Request], answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_what_trls_client_makes_of_replies_is_right(chat: bool) -> None:
+def test_trls_client_reads_replies_correctly(chat: bool) -> None:
     """Ids, logprobs, budgets and sampling parameters, of prompts in ids and of conversations;
     several prompts at once.
     """
@@ -95,19 +95,21 @@ def test_what_trls_client_makes_of_replies_is_right(chat: bool) -> None:
             answer = client.generate(
                 [list(request.prompt_ids) for request in requests], max_tokens=5, temperature=0.7
             )
-        found = judgement(server, requests, answer)
-    assert () == found.failed, [result.findings for result in found.results if result.findings]
+        verdicts = judgement(server, requests, answer)
+    assert () == verdicts.failed, [
+        result.findings for result in verdicts.results if result.findings
+    ]
     assert {
         "stitch.prompt",
         "stitch.tokens",
         "stitch.logprobs-paired",
         "stitch.budget-granted",
         "stitch.sampling-params",
-    } <= {result.id for result in found.results if result.verdict == "pass"}
+    } <= {result.id for result in verdicts.results if result.verdict == "pass"}
 
 
 def test_the_other_requests_of_trls_client_are_answered() -> None:
-    """Scores of given sequences, several samples of a prompt, what it asks before it joins a
+    """Scores of given sequences, several samples of a prompt, its requests before it joins a
     transfer; the transfer itself needs a GPU.
     """
     with served("vllm", VLLM) as server:

@@ -32,8 +32,8 @@ BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
 def router(request: pytest.FixtureRequest) -> Iterator[Served]:
     with running(
         lambda: routing("sglang", ServeOptions(flavour="sglang"), 3, request.param)
-    ) as found:
-        yield found
+    ) as server:
+        yield server
 
 
 def servers_called(router: Served) -> list[str]:
@@ -62,7 +62,7 @@ def test_calls_are_spread_and_sessions_stay(router: Served) -> None:
 
 
 def test_a_dead_worker_is_left_out_and_its_connections_break(router: Served) -> None:
-    """Calls go to those that live; asked itself, the dead server resets the connection, as a
+    """Calls go to those that live; called directly, the dead server resets the connection, as a
     process that is gone does.
     """
     url, dead = next(iter(router.backend.items()))
@@ -74,7 +74,7 @@ def test_a_dead_worker_is_left_out_and_its_connections_break(router: Served) -> 
         router.client.get(f"{url}/health")
 
 
-def test_what_goes_to_workers_themselves_reaches_each_of_them(router: Served) -> None:
+def test_requests_for_all_workers_reach_each_of_them(router: Served) -> None:
     """Slime lists the workers and aborts on each; an update of one changes no other."""
     urls: list[Any] = list(router.backend)
     for url in urls:
@@ -89,9 +89,9 @@ def test_what_goes_to_workers_themselves_reaches_each_of_them(router: Served) ->
 
 
 @pytest.mark.parametrize("kind", list(RouterKind))
-def test_samples_are_told_to_the_router(kind: RouterKind) -> None:
-    """The stack knows one address: what it tells there is in the trace of all, also where the first
-    server is dead.
+def test_samples_are_reported_to_the_router(kind: RouterKind) -> None:
+    """The stack knows one address: what it reports there is in the trace of all, also where the
+    first server is dead.
     """
     options = ServeOptions(flavour="sglang", contract=Contract(rows="none", **PROMISED))
     with running(lambda: routing("sglang", options, 2, kind)) as router:

@@ -52,10 +52,10 @@ def started(
     )
     assert process.stderr is not None
     try:
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
-        assert found is not None
-        until(lambda: answered(found.group()) is not None)
-        yield process, found.group()
+        match = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert match is not None
+        until(lambda: answered(match.group()) is not None)
+        yield process, match.group()
     finally:
         if process.poll() is None:
             process.kill()
@@ -174,7 +174,7 @@ def test_a_file_that_does_not_fit_the_server_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_port_in_use_is_refused() -> None:
     """With the port, and what to do."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert 254 == run(["serve", "--as", "sglang", "--port", str(taken.getsockname()[1])])
@@ -207,7 +207,7 @@ def test_a_killed_server_loses_no_more_than_a_second(
     assert "next: have your stack report its requests and samples." in output
 
 
-def test_a_full_disk_ends_the_server_and_is_told_once(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_server_and_is_reported_once(tmp_path: Path) -> None:
     """A server whose trace cannot be written is of no use: it ends with 254 and the reason; what it
     wrote before is readable.
     """
@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_server_and_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_client_in_the_middle_of_its_request_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    """Nor is it told with a traceback."""
+    """Nor is a traceback printed."""
     with started() as (process, url):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as half:

@@ -66,7 +66,7 @@ def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(
         assert f"    {situation} ." in exercised
 
 
-def test_its_known_bug_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_known_bug_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without the line that the page names, routes are concatenated."""
     lines = (EXAMPLE / "served_client.py").read_text(encoding="utf-8").splitlines(keepends=True)
     bug = tmp_path / "client.py"

@@ -88,8 +88,8 @@ def test_a_sink_that_fails_stops_the_server_once_and_raises_at_the_end() -> None
     assert (list(range(70)), ["stop", "the disk is full"]) == (events, stopped)
 
 
-def test_the_last_answer_of_a_connection_arrives_whole() -> None:
-    """A client that asks for the connection to be closed has head and body before the end, of a
+def test_the_last_answer_of_a_connection_arrives_completely() -> None:
+    """A client that requests the connection to be closed gets head and body before the end, of a
     reply and of a stream.
     """
     body = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}%s}'

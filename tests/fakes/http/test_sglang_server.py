@@ -70,7 +70,7 @@ def converse_with(conversation: Conversation, options: ServeOptions = OPTIONS) -
     return asyncio.run(run())
 
 
-def test_a_call_is_answered_with_what_the_engine_computed() -> None:
+def test_a_reply_has_the_values_of_the_engine() -> None:
     """Ids, logprobs and base64 int32 rows are those of the coded policy, T - 1 rows over all
     layers.
     """
@@ -96,7 +96,7 @@ def test_a_call_is_answered_with_what_the_engine_computed() -> None:
     )
 
 
-def test_what_is_not_asked_for_is_not_there() -> None:
+def test_a_reply_has_only_the_requested_fields() -> None:
     """Without the switches there are no logprobs and no routes; with a start, rows begin there."""
 
     async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
@@ -147,7 +147,7 @@ def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() 
 
 
 def test_an_update_is_paused_around_and_shown_in_spans() -> None:
-    """A call that is in flight over an update under ``in_place`` tells both versions by token;
+    """A call that is in flight over an update under ``in_place`` shows both versions by token;
     calls do not run while paused.
     """
 
@@ -187,7 +187,7 @@ def test_an_update_is_paused_around_and_shown_in_spans() -> None:
     ("body", "aborted"),
     [({"new_version": "w9"}, True), ({"new_version": "w9", "abort_all_requests": False}, False)],
 )
-def test_publishing_a_label_ends_all_requests_unless_told_otherwise(
+def test_publishing_a_label_ends_all_requests_by_default(
     body: dict[str, Any], aborted: bool
 ) -> None:
     """The default of ``/update_weight_version`` ends what is in flight (miles #2372)."""
@@ -342,7 +342,9 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
         ("/nothing", {}, 404, "Not Found"),
     ],
 )
-def test_what_is_wrong_is_refused(path: str, body: dict[str, Any], status: int, words: str) -> None:
+def test_wrong_requests_are_refused(
+    path: str, body: dict[str, Any], status: int, words: str
+) -> None:
     """Wrong bodies, values and paths get the status of their kind and a text that explains it."""
 
     async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
@@ -394,7 +396,7 @@ def test_a_served_run_is_judged(tmp_path: Path) -> None:
     assert [] == [name for name, result in results.items() if result.findings]
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_in_use_is_refused() -> None:
     """A taken port, and one that does not exist, are usage errors."""
     first = bound_socket()
     port = first.getsockname()[1]

@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from rollproof.core.events.rollout import Fault, Reply
+from rollproof.fakes.http.connections import TolerantTransport
 from rollproof.fakes.http.sglang.server import PendingEvents
 from rollproof.store import TraceReader
 from tests.fakes.http.test_serve_command import started, until
@@ -113,7 +114,7 @@ class Reader:
     def _more(self) -> None:
         self._crumbs -= 1
         data = self._client.recv(7 if self._crumbs > 0 else 1 << 16)
-        assert data, "the connection ended before the whole answer had come"
+        assert data, "the connection ended before the complete answer had come"
         self._buffer += data
 
 
@@ -139,12 +140,12 @@ def _name(server_kind: str, body: bytes, *, stream: bool) -> str:
     return data
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("stream", [False, True], ids=["complete", "stream"])
 def test_a_slow_reader_loses_nothing_and_holds_up_nobody(
     server: tuple[str, subprocess.Popen[str], str], stream: bool
 ) -> None:
-    """Requests that come together on connections kept open; each answer arrives whole, in its turn,
-    however late it is read.
+    """Requests that come together on connections kept open; each answer arrives completely, in its
+    turn, however late it is read.
     """
     server_kind, process, url = server
     before = _resident(process)
@@ -189,7 +190,7 @@ def test_a_long_stream_that_nobody_reads_takes_little() -> None:
 @pytest.mark.parametrize(
     ("newest", "read"), [(True, [b"2", b"4"]), (False, [b"1", b"2", b"3", b"4"])]
 )
-def test_the_first_event_that_is_read_is_told_from_others(newest: bool, read: list[bytes]) -> None:
+def test_the_first_event_that_is_read_is_distinguished(newest: bool, read: list[bytes]) -> None:
     """It alone says when it was sent, also where it took the place of events that nobody read."""
     ready: asyncio.Queue[PendingEvents | None] = asyncio.Queue()
     pending = PendingEvents(ready, newest_only=newest)
@@ -207,7 +208,7 @@ def test_the_first_event_that_is_read_is_told_from_others(newest: bool, read: li
 
 
 def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
-    """Whatever waits for it; the server goes on, says nothing of it, and its trace is whole."""
+    """Whatever waits for it; the server goes on, says nothing of it, and its trace is complete."""
     trace = tmp_path / "served.arrow"
     with started(*SIZES, "--trace", str(trace)) as (process, url):
         for round_ in range(3):
@@ -226,8 +227,33 @@ def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
     assert kinds["Call"] >= 3 + 3 * 8
 
 
+def test_writes_after_the_end_of_a_connection_are_ignored() -> None:
+    """An error of the event loop is not logged: uvloop raises one then, asyncio does not."""
+
+    class Closable:
+        def __init__(self) -> None:
+            self.closed, self.written = False, b""
+
+        def is_closing(self) -> bool:
+            return self.closed
+
+        def write(self, data: bytes) -> None:
+            if self.closed:
+                raise RuntimeError("the handler is closed")
+            self.written += data
+
+    transport = Closable()
+    tolerant = TolerantTransport(cast("asyncio.Transport", transport))
+    tolerant.write(b"head")
+    transport.closed = True
+    tolerant.write(b"body")
+
+    assert b"head" == transport.written
+    assert tolerant.is_closing()
+
+
 def test_of_requests_that_came_together_no_answer_is_taken_for_read(tmp_path: Path) -> None:
-    """Where the client left with answers unread: it asked for the later ones before it could have
+    """Where the client left with answers unread: it requested the later ones before it could have
     read the earlier ones.
     """
     pytest.importorskip(

@@ -59,7 +59,7 @@ def servers() -> Iterator[dict[str, Served]]:
 
 
 def _answer_to(servers: dict[str, Served], model: str, values: dict[str, Any]) -> Any:
-    """The answer to a request with ``given`` fields of ``model``."""
+    """The answer to a request with these fields of ``model``."""
     server, target_model = model.split()
     path = (
         target_model
@@ -81,11 +81,11 @@ def test_every_field_of_the_real_model_is_in_one_table(model: str) -> None:
     to change nothing.
     """
     package = model.split()[0]
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed: its request models cannot be read")
     file, name = MODELS[model]
-    tree = ast.parse((Path(found.submodule_search_locations[0]) / file).read_text(encoding="utf-8"))
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text(encoding="utf-8"))
     (made,) = (
         node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name
     )
@@ -117,7 +117,7 @@ def test_no_field_is_in_two_lists(model: str) -> None:
     ],
 )
 def test_unsupported_fields_are_refused(servers: dict[str, Served], model: str, name: str) -> None:
-    """400 with the field's name; a field that is off asks for nothing."""
+    """400 with the field's name; a field that is off requests nothing."""
     refusal = _answer_to(servers, model, {name: "x"})
 
     assert 400 == refusal.status_code
@@ -145,7 +145,7 @@ def test_unsupported_fields_are_refused(servers: dict[str, Served], model: str, 
         ),
     ],
 )
-def test_what_the_real_servers_pass_over_is_no_refusal(
+def test_fields_that_the_real_servers_ignore_are_accepted(
     servers: dict[str, Served], model: str, values: dict[str, Any]
 ) -> None:
     """Their code was read: nothing of it reaches an answer of a server that was started plainly.
@@ -163,7 +163,7 @@ def test_what_the_real_servers_pass_over_is_no_refusal(
     assert without == with_it
 
 
-def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(
+def test_a_chat_with_a_prompt_next_to_its_messages_is_refused(
     servers: dict[str, Served],
 ) -> None:
     """Release 0.32 takes the ids in place of the messages; to answer the messages would be wrong in
@@ -199,7 +199,7 @@ def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(
         ("vllm sampling_params", {"prompt_logprob_token_ids": [[], []]}),
     ],
 )
-def test_what_a_client_writes_out_of_its_defaults_asks_for_nothing(
+def test_defaults_that_a_client_writes_out_request_nothing(
     servers: dict[str, Served], model: str, values: dict[str, Any]
 ) -> None:
     """Nor do lists for a batch in which no prompt has any; a token of id 0 is one."""
@@ -234,7 +234,7 @@ def _nested(depth: int) -> Any:
         ("vllm /v1/chat/completions", "response_format"),
     ],
 )
-def test_what_is_nested_too_deep_is_refused(
+def test_a_body_nested_too_deep_is_refused(
     servers: dict[str, Served], model: str, name: str, stream: bool
 ) -> None:
     """As a body that cannot be read, whichever field holds it: it can be shown neither in an error
@@ -260,7 +260,9 @@ def test_what_is_nested_too_deep_is_refused(
 @pytest.mark.parametrize(
     "content", [3, True, {"a": 1}, [3], [[]], [{"type": []}], [{"type": {"a": 1}}]]
 )
-def test_what_no_message_holds_is_refused_by_vllm(servers: dict[str, Served], content: Any) -> None:
+def test_invalid_message_contents_are_refused_by_vllm(
+    servers: dict[str, Served], content: Any
+) -> None:
     """Neither an error of the server's, nor a prompt made of what Python writes for it."""
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     refusal = servers["vllm"].client.post("/v1/chat/completions", json=body)
@@ -274,7 +276,7 @@ def test_what_no_message_holds_is_refused_by_vllm(servers: dict[str, Served], co
 
 
 @pytest.mark.parametrize("content", [3, True, {"a": 1}])
-def test_what_no_message_holds_is_refused_by_sglang(
+def test_invalid_message_contents_are_refused_by_sglang(
     servers: dict[str, Served], content: Any
 ) -> None:
     """A prompt was made of what Python writes for it."""
@@ -285,7 +287,7 @@ def test_what_no_message_holds_is_refused_by_sglang(
     assert "content must be text, or a list of parts" in refusal.text
 
 
-def test_many_lists_beside_each_other_are_not_deep(servers: dict[str, Served]) -> None:
+def test_many_lists_at_one_level_are_not_deep(servers: dict[str, Served]) -> None:
     """A large batch has as many brackets, and a schema is nested, too."""
     body = {
         "input_ids": [[5, 6]] * 500,
@@ -301,7 +303,7 @@ def test_many_lists_beside_each_other_are_not_deep(servers: dict[str, Served]) -
     )
 
 
-def test_what_is_answered_is_read() -> None:
+def test_answered_fields_are_read() -> None:
     """Each answered name occurs in the code of its server: a list alone answers nothing."""
     folder = Path(str(rollproof.fakes.http.__file__)).parent
     code = {

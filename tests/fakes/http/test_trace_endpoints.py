@@ -130,9 +130,9 @@ def test_samples_that_are_told_are_judged() -> None:
             )
             teller.submit(request)
             teller.result(rolled(server, request, cut=cut))
-        found = judged(server)
+        judgement = judged(server)
         events = server.do(lambda: server.backend.recorder.events)
-    passed = {result.id for result in found.results if result.verdict == "pass"}
+    passed = {result.id for result in judgement.results if result.verdict == "pass"}
     assert {"r0", "r1"} == {event.request_id for event in events if isinstance(event, Call)}
     assert {
         "stitch.tokens",
@@ -142,10 +142,10 @@ def test_samples_that_are_told_are_judged() -> None:
         "routes.content",
         "lifecycle.ends-once",
     } <= passed
-    assert () == found.failed
+    assert () == judgement.failed
 
 
-def test_a_fault_in_a_told_sample_is_found() -> None:
+def test_a_fault_in_a_reported_sample_is_detected() -> None:
     """Routes concatenated on resume."""
     with served("sglang", OPTIONS) as server:
         teller = Teller(server.url)
@@ -162,7 +162,7 @@ def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
     send = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
     with served("sglang", OPTIONS) as server:
         teller = Teller(server.url)
-        server.client.post("/generate", json={**send, "rid": "stray"})
+        server.client.post("/generate", json={**send, "rid": "unknown"})
         teller.submit(Request(request_id="a", prompt_ids=(5, 6), max_tokens=9))
         teller.submit(Request(request_id="b", prompt_ids=(5, 6, 7), max_tokens=9))
         server.client.post("/generate", json={**send, "rid": "x"})
@@ -179,7 +179,7 @@ def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
             "/generate", json={**send, "rid": "c2", "input_ids": [5, 6, 7, *cut["output_ids"]]}
         )
         events = server.do(lambda: server.backend.recorder.events)
-    assert ["stray", "b", "a", "a", "c1", "c1"] == [
+    assert ["unknown", "b", "a", "a", "c1", "c1"] == [
         event.request_id for event in events if isinstance(event, Call)
     ]
     assert 2 == sum(isinstance(event, Submit) for event in events)
@@ -188,9 +188,9 @@ def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
     ]
 
 
-def test_what_cannot_be_told_is_refused_with_the_reason() -> None:
-    """No contract, a request told twice, an end of what is not open, a sample that is none, no
-    server.
+def test_invalid_reports_are_refused_with_the_reason() -> None:
+    """No contract, a request reported twice, the end of a request that is not open, an invalid
+    sample, no server.
     """
     submitted = Request(request_id="a", prompt_ids=(5, 6), max_tokens=9)
     with (
@@ -224,15 +224,15 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     assert process.stderr is not None
     try:
         first = process.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", first)
-        assert found is not None, first
+        match = re.search(r"http://127\.0\.0\.1:\d+", first)
+        assert match is not None, first
         for _ in range(400):
             try:
-                urllib.request.urlopen(f"{found.group()}/health", timeout=5).close()  # noqa: S310 - our own server
+                urllib.request.urlopen(f"{match.group()}/health", timeout=5).close()  # noqa: S310 - our own server
                 break
             except OSError:
                 time.sleep(0.05)
-        yield process, found.group()
+        yield process, match.group()
     finally:
         if process.poll() is None:
             process.kill()
@@ -240,7 +240,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_serve_quietly_and_its_trace_is_whole(
+def test_a_signal_ends_serve_quietly_and_its_trace_is_complete(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """Exit 0, no traceback, also while a stream is under way; `rollproof check` reads the trace to
@@ -296,7 +296,7 @@ def test_a_signal_ends_serve_quietly_and_its_trace_is_whole(
     assert "none were reported" not in checked.stdout
 
 
-def test_serve_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+def test_serve_refuses_unreadable_files(tmp_path: Path) -> None:
     """A plan and a contract that make no sense end it with 254 and one line."""
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("[[faults]]\ndo = 'explode'\n")

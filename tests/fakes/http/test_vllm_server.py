@@ -1,4 +1,4 @@
-"""vLLM's face: what it answers, and that it is the same fake engine behind it."""
+"""The fake vLLM server: its answers, and that the same fake engine computes them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_tokens_in_tokens_out() -> None:
 
 
 def test_completions_and_chats_are_the_same_calls() -> None:
-    """The OpenAI endpoints answer with the fake's words, usage and, where asked, token ids."""
+    """The OpenAI endpoints answer with the fake's words, usage and, if requested, token ids."""
 
     async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         plain = await client.post(
@@ -199,7 +199,9 @@ def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
         ("/generate", {}, 404, "Not Found"),
     ],
 )
-def test_what_is_wrong_is_refused(path: str, body: dict[str, Any], status: int, words: str) -> None:
+def test_wrong_requests_are_refused(
+    path: str, body: dict[str, Any], status: int, words: str
+) -> None:
     """Wrong bodies, values and paths get the status of their kind and a text that explains it."""
 
     async def converse(client: httpx.AsyncClient, _: EngineBackend) -> Any:
