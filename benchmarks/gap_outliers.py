@@ -17,7 +17,7 @@ import numpy as np
 from gap_coverage import pool
 
 from rollproof.gap.diagnosis.outliers import find_mismatched, find_mistagged, find_tilted
-from rollproof.gap.diagnosis.rules_columns import diff_and_usual
+from rollproof.gap.diagnosis.usual_diff import diff_and_usual
 from rollproof.gap.token_pairs import TokenPairs
 from tests.support.gap_faults import GapWorld, gap_columns
 from tests.support.gap_profiles import PROFILES, closed_form, noise_scale

@@ -126,6 +126,17 @@ def gap(
             help="Read the column NAME from the file's column THEIRS; may be repeated.",
         ),
     ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--group",
+            metavar="COLUMN",
+            help=(
+                "With RECORDS: compare the values of this column of the file, such as image and"
+                " text; may be repeated."
+            ),
+        ),
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -202,6 +213,7 @@ def gap(
         every_version=every_version,
         dtype=dtype,
         temperature=temperature,
+        groups=group or (),
     )
     if localise is not None:
         inputs.require_model("--localise")
@@ -285,6 +297,7 @@ class GapInputs:
     renamed: Mapping[str, str]
     replay: bool
     every_version: bool
+    groups: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -298,6 +311,7 @@ class GapInputs:
         every_version: bool,
         dtype: str,
         temperature: float | None,
+        groups: Sequence[str] = (),
     ) -> GapInputs:
         """Make inputs of the options. Raises ``UsageError`` for options that exclude each other."""
         if (records is None) == (rollout is None):
@@ -308,6 +322,11 @@ class GapInputs:
         if rollout is None and trainer is not None:
             raise UsageError(
                 "--trainer goes with --rollout TRACE: RECORDS has the trainer's logprobs already."
+            )
+        if rollout is not None and groups:
+            raise UsageError(
+                "--group names a column of RECORDS; a trace has none. From Python, pass groups to"
+                " rollproof.gap.measure."
             )
         if rollout is not None and trainer is None:
             raise UsageError(
@@ -335,6 +354,7 @@ class GapInputs:
             renamed=renamed,
             replay=replay,
             every_version=every_version,
+            groups=tuple(dict.fromkeys(groups)),
         )
 
     def pairs(self) -> TokenPairs:
@@ -343,7 +363,7 @@ class GapInputs:
         from rollproof.gap.scored_rollouts import join_trace, score_rollouts
 
         if self.records is not None:
-            return read_pairs(self.records, renamed=dict(self.renamed))
+            return read_pairs(self.records, renamed=dict(self.renamed), groups=self.groups)
         assert self.rollout is not None
         if isinstance(self.trainer, str):
             return join_trace(self.rollout, self.trainer, renamed=self.renamed)

@@ -142,6 +142,11 @@ def _labellings(pairs: TokenPairs) -> Mapping[str, _Labelling]:
     for name in ("part", "replica", "version", "temperature"):
         if name in pairs.columns:
             out[name] = bucket_codes(pairs.columns[name])
+    for name, grouping in pairs.groups.items():
+        out[name if name not in out else f"group {name}"] = grouping.codes, list(grouping.labels)
+    if "pack_index" in pairs.columns:
+        later = np.asarray(pairs.columns["pack_index"] > 0).astype(np.int64)
+        out["pack_index"] = later, ["first of its row", "after another"]
     last = np.maximum(np.repeat(pairs.lengths, pairs.lengths) - 1, 1)
     out["position_decile"] = _deciles(np.asarray(pairs.index_in_sequence / last))
     out["rollout_logprob_decile"] = _deciles(pairs.rollout)

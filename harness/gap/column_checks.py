@@ -45,6 +45,7 @@ _NUMBERS: Mapping[str, str] = {
     "position": "a whole number of at least 0 (the place in prompt + response)",
     "since_resume": "a whole number (-1 where no resume came before)",
     "temperature": "a number of at least 0",
+    "pack_index": "a whole number of at least 0 (0 for the first sequence of each packed row)",
 }
 _ROUTES = ("rollout_routes", "trainer_routes")
 _SINGULAR: Mapping[str, str] = {"are": "is", "have": "has", "were": "was"}
@@ -144,7 +145,7 @@ def check_optional(values: Any, name: str) -> npt.NDArray[Any]:
 
     Raises ``GapError`` if it holds something else.
     """
-    if name == "current_logprob":
+    if name in ("current_logprob", "previous_logprob"):
         return to_logprobs(values, name)
     if name in _ROUTES:
         return _check_routes(_to_array(values, name), name)
@@ -168,7 +169,7 @@ def _is_valid(array: npt.NDArray[Any], name: str) -> BoolArray:
     with np.errstate(invalid="ignore"):
         if name == "temperature":
             return np.asarray((array >= 0) & (array < np.inf))
-        lowest = 0 if name == "position" else -_MAX_EXACT
+        lowest = 0 if name in ("position", "pack_index") else -_MAX_EXACT
         # the bounds are beyond the range of float16
         array = array.astype(np.float64) if array.dtype.kind == "f" else array
         return np.asarray((array >= lowest) & (array < _MAX_EXACT) & (array == np.floor(array)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollproof.errors import ConformanceError, UsageError
 from rollproof.gap.buckets import Bucket, Decomposition
 from rollproof.gap.column_checks import counted
+from rollproof.gap.diagnosis.arrival import Arrival
 from rollproof.gap.diagnosis.causes import Cause
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
@@ -21,7 +22,15 @@ from rollproof.gap.token_pairs import TokenPairs
 from rollproof.gap.trainer_comparison import Comparison
 from rollproof.reporting.text import Line, Style, text_of
 
-__all__ = ["FEW_SEQUENCES", "GapReport", "comparison_lines", "gap_lines", "overall", "rounded"]
+__all__ = [
+    "FEW_SEQUENCES",
+    "GapReport",
+    "arrival_text",
+    "comparison_lines",
+    "gap_lines",
+    "overall",
+    "rounded",
+]
 
 GAP_SCHEMA = 1
 FEW_SEQUENCES = 16
@@ -48,6 +57,8 @@ _ROW = "  {:<12} {:<28} {:>10}  {:<24} {:>9}  {:<10}"
 _COMPARISON_ROW = "  {:<12} {:<40} {:>10} {:>10} {:>8}  {:<22}"
 _PARTS_ROW = "  {:<20} {:>12} {:>20} {:>14} {:>14}  {:<20}"
 _INDENT = " " * 15
+# Parts whose share of an update is printed
+_PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,6 +79,8 @@ class GapReport:
         pairs: the tokens.
         decomposition: the engine's mismatch and the policy's change, if tokens have a
             ``current_logprob``.
+        arrivals: the share of the last weight update that arrived, over all tokens and in parts, if
+            tokens have a logprob under the weights before theirs.
     """
 
     subject: str
@@ -79,6 +92,7 @@ class GapReport:
     notes: tuple[str, ...]
     pairs: TokenPairs
     decomposition: Decomposition | None = None
+    arrivals: tuple[Arrival, ...] = ()
 
     @property
     def verdict(self) -> GapVerdict:
@@ -173,6 +187,7 @@ class GapReport:
             },
             "aliases": {name: _number(value) for name, value in self.aliased().items()},
             "decomposition": [] if self.decomposition is None else self.decomposition.to_dict(),
+            "arrival": [arrival.to_dict() for arrival in self.arrivals],
             "worst": [dict(token) for token in self.panel.worst],
             "per_layer": [[_number(value) for value in layer] for layer in layers],
             "notes": list(self.notes),
@@ -252,6 +267,7 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
         yield from _cause_lines(report, cause)
     if report.decomposition is not None:
         yield from _decomposition_lines(report.decomposition)
+    yield from _arrival_lines(report.arrivals)
     if panel.worst:
         token = ", ".join(f"{key} {_short(value)}" for key, value in panel.worst[0].items())
         yield Style.PLAIN, _wrap(f"  worst token: {token}", _INDENT)
@@ -299,6 +315,33 @@ def _decomposition_lines(decomposition: Decomposition) -> Iterator[Line]:
         if not math.isnan(row.share.low):
             share += f" [{row.share.low:.0%}, {row.share.high:.0%}]"
         yield Style.PLAIN, _PARTS_ROW.format(row.label, f"{row.tokens:,}", *sizes, share).rstrip()
+
+
+def _arrival_lines(arrivals: Sequence[Arrival]) -> Iterator[Line]:
+    """Yield the share over all tokens, and those of the parts with the smallest ones."""
+    known = sorted((item for item in arrivals[1:] if item.known), key=lambda item: item.share.value)
+    for arrival in (*arrivals[:1], *known[:_PARTS]):
+        yield Style.PLAIN, _wrap(f"  {arrival_text(arrival)}", " " * 13)
+    more = len(arrivals) - 1 - min(len(known), _PARTS)
+    if more > 0:
+        parts = counted(more, "further part")
+        yield Style.FAINT, f"  {parts} with larger or unknown shares: --json has them"
+
+
+def arrival_text(arrival: Arrival) -> str:
+    """Return the share of an update that arrived as a line of text."""
+    share = arrival.share
+    sequences = counted(arrival.sequences, "sequence")
+    place = f" at {arrival.label}" if arrival.label else ""
+    if not arrival.known:
+        return (
+            f"share of the weight update that arrived{place}: cannot be told from {sequences}, for"
+            " numerics hide what the update does to them"
+        )
+    return (
+        f"share of the weight update that arrived{place}: {share.value:.2f} [{share.low:.2f},"
+        f" {share.high:.2f}] ({sequences})"
+    )
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[Line]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from rollproof.core.records import Rollout
 from rollproof.errors import UsageError
 from rollproof.gap.buckets import bucket_pairs, decompose, staleness
 from rollproof.gap.column_checks import BoolArray, IntArray, counted, is_present, listed, some_of
+from rollproof.gap.diagnosis.arrival import measure_arrivals
 from rollproof.gap.diagnosis.diagnose import diagnose
+from rollproof.gap.diagnosis.evidence import sample_sequences
 from rollproof.gap.diagnosis.outliers import find_mismatched, find_tilted
-from rollproof.gap.diagnosis.rules_columns import MIN_SEQUENCES, undersampled_replicas
+from rollproof.gap.diagnosis.rules_groups import MIN_SEQUENCES, groupings, label_parts, undersampled
 from rollproof.gap.gap_report import FEW_SEQUENCES, GapReport
 from rollproof.gap.intervals import FEW_TOKENS
 from rollproof.gap.limits import GapVerdict, Limits, resolve_limits
@@ -50,6 +52,7 @@ def measure(
     subject: str = "gap",
     resamples: int = 1000,
     seed: int = 0,
+    groups: Mapping[str, Any] | None = None,
     **columns: Any,
 ) -> GapReport:
     """Measure the gap between two columns of logprobs of the same tokens.
@@ -66,6 +69,8 @@ def measure(
         subject: the title of the report.
         resamples: bootstrap resamples of sequences.
         seed: seed of the resampling.
+        groups: labels of your own to compare, by name, each ``(n,)``, such as ``{"modality":
+            ["image", "text", ...]}``.
         columns: further columns (``version``, ``position``, ``rollout_routes`` ...) as in
             ``rollproof.gap.token_pairs.COLUMNS``.
 
@@ -79,6 +84,7 @@ def measure(
         trainer_logprob=trainer_logprob,
         sequence_id=sequence_id,
         mask=mask,
+        groups=groups,
         **columns,
     )
     return measure_pairs(pairs, limits=profile, subject=subject, resamples=resamples, seed=seed)
@@ -147,17 +153,20 @@ def measure_pairs(
         if name in panel.metrics
     }
     buckets = bucket_pairs(pairs, seed=seed)
+    sampled = sample_sequences(pairs)
+    arrivals = measure_arrivals(sampled, label_parts(sampled))
     failing = panel.n_nonfinite > 0 or GapVerdict.FAIL in verdicts.values()
     return GapReport(
         subject=subject,
         panel=panel,
         limits=limits,
         verdicts=verdicts,
-        causes=diagnose(pairs, buckets, failing=failing),
+        causes=diagnose(pairs, buckets, arrivals, failing=failing),
         buckets=buckets,
         notes=(*_token_notes(pairs), *_panel_notes(pairs, panel, limits, temperatures), *notes),
         pairs=pairs,
         decomposition=decompose(pairs, resamples=resamples, seed=seed),
+        arrivals=arrivals,
     )
 
 
@@ -224,11 +233,19 @@ def _token_notes(pairs: TokenPairs) -> Iterator[str]:
             f"{counted(ahead, 'token', 'were')} sampled by a version that is newer than the"
             " current_version: one of the two columns is wrong."
         )
-    if replicas := undersampled_replicas(pairs):
-        yield (
-            f"{counted(len(replicas), 'replica')} sampled fewer than {MIN_SEQUENCES} sequences"
-            f" ({listed(replicas)}): too few to detect a stale replica."
-        )
+    for name, grouping in groupings(pairs).items():
+        lacking = undersampled(pairs, grouping)
+        if lacking and name == "replica" and name not in pairs.groups:
+            yield (
+                f"{counted(len(lacking), 'replica')} sampled fewer than {MIN_SEQUENCES} sequences"
+                f" ({listed(lacking)}): too few to detect a stale replica."
+            )
+        elif lacking:
+            values = counted(len(lacking), "value", "are")
+            yield (
+                f"{values} in fewer than {MIN_SEQUENCES} sequences, of the group {name}"
+                f" ({listed(lacking)}): too few to be compared."
+            )
 
 
 def _outlier_notes(pairs: TokenPairs) -> Iterator[str]:

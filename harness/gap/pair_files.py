@@ -23,12 +23,14 @@ __all__ = ["read_columns", "read_pairs"]
 
 _REQUIRED = ("sequence_id", "rollout_logprob", "trainer_logprob", "mask")
 _BY_VERSION = "trainer_logprob@"
+_GROUP = "group "
 _ROUTES = ("rollout_routes", "trainer_routes")
 # Columns that need not have a value for every token; `TokenPairs` says what that means
 _INCOMPLETE = (
     "rollout_logprob",
     "trainer_logprob",
     "current_logprob",
+    "previous_logprob",
     "version",
     "current_version",
     "replica",
@@ -36,33 +38,42 @@ _INCOMPLETE = (
 )
 
 
-def read_pairs(path: Path, *, renamed: Mapping[str, str] | None = None) -> TokenPairs:
+def read_pairs(
+    path: Path, *, renamed: Mapping[str, str] | None = None, groups: Sequence[str] = ()
+) -> TokenPairs:
     """Return the pairs of a Parquet file (or of an Arrow IPC file or stream).
 
-    Columns that are not in ``COLUMNS`` are ignored.
+    Columns that are not in ``COLUMNS`` are ignored, unless they are groups.
 
     Args:
         path: the file.
         renamed: names of ``COLUMNS`` to the file's own names for them.
+        groups: columns of the file whose values are compared with one another.
 
     Raises:
         GapError: the file cannot be read, lacks a column, or a column holds wrong values.
     """
-    values, by_version = read_columns(path, required=_REQUIRED, renamed=renamed)
-    return TokenPairs.of(by_version=by_version, **values)
+    values, by_version = read_columns(path, required=_REQUIRED, renamed=renamed, groups=groups)
+    labels = {name: values.pop(_GROUP + name) for name in groups}
+    return TokenPairs.of(by_version=by_version, groups=labels, **values)
 
 
 def read_columns(
-    path: Path, *, required: Sequence[str], renamed: Mapping[str, str] | None = None
+    path: Path,
+    *,
+    required: Sequence[str],
+    renamed: Mapping[str, str] | None = None,
+    groups: Sequence[str] = (),
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[int | str, npt.NDArray[Any]]]:
     """Return the columns of a file, one entry a token.
 
-    The columns of ``COLUMNS`` are by name, those of ``trainer_logprob@VERSION`` by version. Raises
-    as ``read_pairs`` does, also if one of ``required`` is missing.
+    The columns of ``COLUMNS`` are by name, the ``groups`` by their name after ``group ``, those of
+    ``trainer_logprob@VERSION`` by version. Raises as ``read_pairs`` does, also if one of
+    ``required`` is missing.
     """
     import pyarrow as pa
 
-    table = _load(path, dict(renamed or {}), required)
+    table = _load(path, dict(renamed or {}), required, groups)
     try:
         columns = {name: _plain(table.column(name)) for name in table.column_names}
         lists = {
@@ -90,7 +101,9 @@ def read_columns(
     return values, by_version
 
 
-def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
+def _load(
+    path: Path, renamed: dict[str, str], required: Sequence[str], groups: Sequence[str]
+) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -103,11 +116,10 @@ def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
     mark = _mark(path)
     try:
         if mark == _PARQUET:
-            names = pq.read_schema(path).names
-            return _named(
-                pq.read_table(path, columns=_columns_to_read(names, renamed, required, path)),
-                renamed,
-            )
+            read = _columns_to_read(pq.read_schema(path), renamed, required, path)
+            read += _group_columns(pq.read_schema(path).names, groups, path)
+            table = pq.read_table(path, columns=list(dict.fromkeys(read)))
+            return _with_groups(table, renamed, groups)
         # an Arrow file is mapped instead of read: its columns may be larger than memory
         with pa.memory_map(str(path)) as source:
             opened = pa.ipc.open_file(source) if mark == _ARROW else pa.ipc.open_stream(source)
@@ -120,9 +132,9 @@ def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
             f"{path} begins as {kind} does and cannot be read to its end: it is damaged, or was cut"
             " short. Write it again."
         ) from error
-    return _named(
-        table.select(_columns_to_read(table.column_names, renamed, required, path)), renamed
-    )
+    read = _columns_to_read(table.schema, renamed, required, path)
+    read += _group_columns(table.column_names, groups, path)
+    return _with_groups(table.select(list(dict.fromkeys(read))), renamed, groups)
 
 
 _PARQUET, _ARROW, _STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
@@ -160,23 +172,17 @@ def _mark(path: Path) -> bytes:
 
 
 def _columns_to_read(
-    names: list[str], renamed: Mapping[str, str], required: Sequence[str], path: Path
+    schema: Any, renamed: Mapping[str, str], required: Sequence[str], path: Path
 ) -> list[str]:
     """Return the file's own names of the columns that are read."""
+    names: list[str] = list(schema.names)
     lacking = []
     for name in {**dict.fromkeys(required), **renamed}:
         theirs = renamed.get(name, name)
         if theirs not in names:
             lacking.append(name if name == theirs else f"{name} (given as {theirs!r})")
     if lacking:
-        # the name is probably one of another project, or misspelt
-        near = {
-            name: difflib.get_close_matches(name.split(" ")[0], names, n=1, cutoff=0.5)
-            for name in lacking
-        }
-        guess = "; ".join(
-            f"--column {name.split(' ')[0]}={match[0]}" for name, match in near.items() if match
-        )
+        guess = _guessed(lacking, schema, renamed)
         raise GapError(
             f"{path} has no column {', '.join(lacking)}. It has {', '.join(names) or 'none'}. Say"
             " which of them it is with --column"
@@ -198,6 +204,74 @@ def _columns_to_read(
             " name."
         )
     return read
+
+
+def _guessed(lacking: Sequence[str], schema: Any, renamed: Mapping[str, str]) -> str:
+    """Return options that name columns for those that are lacking, if they would be accepted."""
+    # a column cannot be two at once
+    free = set(schema.names) - set(COLUMNS) - set(renamed.values())
+    guesses = []
+    for name in (text.split(" ")[0] for text in lacking):
+        candidates = [
+            own
+            for own in schema.names
+            if own in free and _may_be(name, schema.field(own).type, own)
+        ]
+        # the name is probably one of another project, or misspelt
+        match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+        if match:
+            free.remove(match[0])
+            guesses.append(f"--column {name}={match[0]}")
+    return " ".join(guesses)
+
+
+def _may_be(name: str, kind: Any, own: str) -> bool:
+    """Whether a column of that Arrow type could hold ``name``."""
+    import pyarrow.types as pt
+
+    if own.startswith(_BY_VERSION):
+        return False
+    depth = _depth(kind)
+    if name in _ROUTES:
+        return depth >= 2
+    for _ in range(depth):
+        kind = kind.value_type
+    if depth > 1:
+        return False
+    if name.endswith("_logprob"):
+        return pt.is_floating(kind)
+    if name == "mask":
+        return pt.is_boolean(kind) or pt.is_integer(kind) or pt.is_floating(kind)
+    return True
+
+
+def _group_columns(names: Sequence[str], groups: Sequence[str], path: Path) -> list[str]:
+    """Return the columns of groups. Raises ``GapError`` if one is missing or ambiguous."""
+    for name in groups:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            guess = f" (perhaps --group {near[0]})" if near else ""
+            raise GapError(
+                f"{path} has no column {name} to group by{guess}. It has"
+                f" {', '.join(names) or 'none'}."
+            )
+        if list(names).count(name) > 1:
+            raise GapError(
+                f"{path} has {list(names).count(name)} columns named {name}: give each its own"
+                " name."
+            )
+    return list(groups)
+
+
+def _with_groups(table: Any, renamed: Mapping[str, str], groups: Sequence[str]) -> Any:
+    """Return the table under our names, with the groups as columns of their own."""
+    labels = {name: table.column(name) for name in groups}
+    ours = {renamed.get(name, name) for name in COLUMNS}
+    read = [name for name in table.column_names if name in ours or name.startswith(_BY_VERSION)]
+    table = _named(table.select(read), renamed)
+    for name, column in labels.items():
+        table = table.append_column(_GROUP + name, column)
+    return table
 
 
 def _named(table: Any, renamed: Mapping[str, str]) -> Any:
@@ -312,7 +386,7 @@ def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
             if not kind.startswith("dictionary")
             else column.combine_chunks()
         )
-        if encoded.null_count and name not in _INCOMPLETE:
+        if encoded.null_count and not _may_lack(name):
             raise GapError(
                 f"{name} holds {encoded.null_count:,} missing values: every token must have one."
             )
@@ -322,12 +396,17 @@ def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
         # the last one is that of code -1
         words = np.asarray([*encoded.dictionary.to_pylist(), None], dtype=object)
         return np.asarray(words[encoded.indices.fill_null(-1).to_numpy()])
-    if column.null_count and name not in _INCOMPLETE and not name.startswith(_BY_VERSION):
+    if column.null_count and not _may_lack(name):
         raise GapError(
             f"{name} holds {column.null_count:,} missing values: every token must have one."
         )
     values = column.to_numpy()
     return np.asarray(values)
+
+
+def _may_lack(name: str) -> bool:
+    """Whether some tokens need no value in a column."""
+    return name in _INCOMPLETE or name.startswith((_BY_VERSION, _GROUP))
 
 
 def _route_array(name: str, column: Any) -> npt.NDArray[Any]:

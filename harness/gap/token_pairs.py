@@ -23,6 +23,7 @@ from rollproof.gap.column_checks import (
     to_logprobs,
     to_mask,
 )
+from rollproof.gap.groups import Grouping, to_grouping
 
 __all__ = ["COLUMNS", "BoolArray", "FloatArray", "TokenPairs"]
 
@@ -44,6 +45,9 @@ COLUMNS: Mapping[str, str] = {
         "logprob of the token under the trainer's current weights, where those are newer"
     ),
     "current_version": "weight version of current_logprob",
+    "previous_logprob": (
+        "logprob of the token under the trainer's weights before those that sampled it"
+    ),
     "temperature": "sampling temperature that was declared for the token",
     "since_resume": (
         "tokens since the last resume boundary of the sequence (0: the first token after it);"
@@ -52,6 +56,7 @@ COLUMNS: Mapping[str, str] = {
     "part": "prompt, tool or response",
     "batch": "training batch of the sequence",
     "replica": "engine replica that sampled the token",
+    "pack_index": "place of the sequence in the row that the trainer packed it into (0: the first)",
     "rollout_routes": "experts that the engine used, one list a layer",
     "trainer_routes": "experts that the trainer used, one list a layer",
 }
@@ -68,7 +73,9 @@ _OPTIONAL = (
     "replica",
     "part",
     "current_logprob",
+    "previous_logprob",
     "temperature",
+    "pack_index",
 )
 _ROUTES = ("rollout_routes", "trainer_routes")
 
@@ -87,6 +94,7 @@ class TokenPairs:
         columns: optional ``(n,)`` columns by name (``COLUMNS``).
         routes: ``rollout_routes`` and ``trainer_routes``, ``(n, layers, top_k)``, if recorded.
         by_version: the trainer's logprobs ``(n,)`` under each of several weight versions.
+        groups: labels of the user's own, by name.
         masked: tokens that the mask left out.
         scattered: sequences whose rows were in several places, with no position to order them.
     """
@@ -98,6 +106,7 @@ class TokenPairs:
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     routes: Mapping[str, IntArray] = field(default_factory=dict)
     by_version: Mapping[Any, FloatArray] = field(default_factory=dict)
+    groups: Mapping[str, Grouping] = field(default_factory=dict)
     masked: int = 0
     scattered: int = 0
 
@@ -168,6 +177,7 @@ class TokenPairs:
             columns={name: column[mask] for name, column in self.columns.items()},
             routes={name: array[mask] for name, array in self.routes.items()},
             by_version={version: array[mask] for version, array in self.by_version.items()},
+            groups={name: grouping.select(mask) for name, grouping in self.groups.items()},
             masked=self.masked + int(len(mask) - mask.sum()),
             scattered=self.scattered,
         )
@@ -181,16 +191,17 @@ class TokenPairs:
         sequence_id: Any,
         mask: Any,
         by_version: Mapping[Any, Any] | None = None,
+        groups: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> TokenPairs:
         """Check the columns (``COLUMNS``), each ``(n,)``, and lay them out by sequence.
 
         The tokens of a sequence keep their order, unless ``position`` is given and decides it.
         ``rollout_routes`` and ``trainer_routes`` are ``(n, layers, top_k)``. ``by_version`` maps
-        weight versions to the trainer's logprobs under them. Raises ``GapError`` that says what to
-        change.
+        weight versions to the trainer's logprobs under them, ``groups`` names of labels to one
+        label a token. Raises ``GapError`` that says what to change.
         """
-        _check_names(columns, by_version)
+        _check_names(columns, by_version, groups)
         rollout = to_logprobs(rollout_logprob, "rollout_logprob")
         trainer = to_logprobs(trainer_logprob, "trainer_logprob")
         optional = {
@@ -207,10 +218,19 @@ class TokenPairs:
         }
         scores = {"rollout_logprob": rollout, "trainer_logprob": trainer}
         scores |= {f"trainer_logprob@{version}": column for version, column in versions.items()}
-        if "current_logprob" in optional:
-            scores["current_logprob"] = optional["current_logprob"]
+        scores |= {
+            name: optional[name]
+            for name in ("current_logprob", "previous_logprob")
+            if name in optional
+        }
+        groupings = {name: to_grouping(labels, name) for name, labels in (groups or {}).items()}
         # before any column is indexed by rows of another one
-        require_same_length(scores | {"sequence_id": codes, "mask": counts} | optional)
+        require_same_length(
+            scores
+            | {"sequence_id": codes, "mask": counts}
+            | optional
+            | {f"group {name}": grouping.codes for name, grouping in groupings.items()}
+        )
         # masked tokens may hold anything: prompts often have a logprob of 0, padding has garbage
         for name, column in scores.items():
             require_not_positive(column, counts, name)
@@ -240,13 +260,27 @@ class TokenPairs:
             columns={name: take(optional[name]) for name in _OPTIONAL if name in optional},
             routes={name: take(optional[name]) for name in _ROUTES if name in optional},
             by_version={version: take(column) for version, column in versions.items()},
+            groups={
+                name: grouping if rows is None else grouping.select(rows)
+                for name, grouping in groupings.items()
+            },
             masked=int(len(counts) - counts.sum()),
             scattered=scattered,
         )
 
 
-def _check_names(columns: Mapping[str, Any], by_version: Any) -> None:
-    """Raise ``GapError`` for columns that do not exist and versions that are no labels."""
+def _check_names(columns: Mapping[str, Any], by_version: Any, groups: Any) -> None:
+    """Raise ``GapError`` for columns that do not exist, and for versions and names of groups that
+    are no labels.
+    """
+    if not isinstance(groups, Mapping | None):
+        raise GapError(
+            "groups must map a name to one label a token, such as"
+            f" {{'modality': labels}}, not be a {type(groups).__name__}."
+        )
+    unnamed = [name for name in groups or {} if not isinstance(name, str) or not name.strip()]
+    if unnamed:
+        raise GapError(f"A group must have a name, not {unnamed[0]!r}.")
     if not isinstance(by_version, Mapping | None):
         raise GapError(
             "by_version must map each weight version to a column of logprobs, not be a"

@@ -281,3 +281,28 @@ def test_a_page_without_partings_says_so() -> None:
     page = _page("numerics only")
     assert "Where the forwards part" not in page
     assert "needs a model that can be run (--localise)" in page
+
+
+def test_the_share_of_an_update_is_a_table() -> None:
+    """Of all tokens and of each part; a page of tokens without older scores has no such table."""
+    columns = gap_columns("update did not arrive, one column", seed=2, world=SMALL)
+    labels = np.repeat(np.arange(20) % 2, SMALL.length)
+    text = page_text(measure(**columns, groups={"<shard>": labels}, resamples=100))
+    section = text[text.index("<h2>Share of the weight update that arrived</h2>") :]
+    rows = re.findall(r'data-label="part">(.*?)</td>', section[: section.index("</section>")])
+
+    assert ["all tokens", "&lt;shard&gt; 0", "&lt;shard&gt; 1"] == rows
+    assert "Share of the weight update" not in _page("numerics only")
+
+
+def test_a_group_has_a_plot_whatever_its_name(tmp_path: Path) -> None:
+    """The name of a group is the user's: it is no name of a file, and no id of a page."""
+    columns = gap_columns("numerics only", seed=2, world=SMALL)
+    labels = np.repeat(np.arange(20) % 2, SMALL.length)
+    report = measure(**columns, groups={"a/b <i>": labels, "a b": labels}, resamples=100)
+    ids = _parsed(page_text(report)).ids
+    names = {path.stem for path in write_plots(report, tmp_path)}
+
+    assert len(set(ids)) == len(ids)
+    assert {"by-group-1", "by-group-2"} <= names
+    assert "By a/b &lt;i&gt;" in page_text(report)

@@ -234,3 +234,45 @@ def test_a_limit_that_no_number_of_tokens_decides() -> None:
     for high in (1e250, float("inf")):
         assert limit.tokens_needed(Interval(value=0.01, low=0.0, high=high), 100) is None
     assert 400 == limit.tokens_needed(Interval(value=0.01, low=0.0, high=0.09), 100)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "more", "suggested"),
+    [
+        ("trainer_logprob", {}, None),
+        ("trainer_logprob", {"old_trainer_logprobs": ROLLOUT}, "old_trainer_logprobs"),
+        ("trainer_logprob", {"trainer_logprob@3": ROLLOUT, "current_logprob": ROLLOUT}, None),
+        ("trainer_logprob", {"trainer_log_prob_dtype": ["bf16"] * N}, None),
+        ("mask", {"task": ["maths"] * N}, None),
+        ("mask", {"loss_mask": np.ones(N, bool), "task": ["maths"] * N}, "loss_mask"),
+        ("sequence_id", {"sequence": np.arange(N) // LENGTH}, "sequence"),
+    ],
+)
+def test_a_suggested_column_is_accepted(
+    tmp_path: Path, lacking: str, more: dict[str, Any], suggested: str | None
+) -> None:
+    """Nothing is suggested that would be refused: a column that has a meaning already, text as a
+    logprob, scores under one version.
+    """
+    columns = {name: column for name, column in TOKENS.items() if name != lacking}
+    path = write(tmp_path, {**columns, **more})
+    with pytest.raises(GapError, match=f"has no column {lacking}") as error:
+        read_pairs(path)
+
+    options = dict(re.findall(r"--column (\w+)=([\w@]+)", str(error.value)))
+    options.pop("NAME", None)
+    assert ({} if suggested is None else {lacking: suggested}) == options
+    if options:
+        assert SEQUENCES == read_pairs(path, renamed=options).n_sequences
+
+
+def test_two_lacking_columns_are_not_the_same_one(tmp_path: Path) -> None:
+    """One column of the file is suggested once."""
+    columns = {name: TOKENS[name] for name in ("sequence_id", "mask")}
+    path = write(tmp_path, {**columns, "a_logprob": ROLLOUT, "behaviour_logprob": ROLLOUT})
+    with pytest.raises(GapError, match="has no column") as error:
+        read_pairs(path)
+
+    options = dict(re.findall(r"--column (\w+_logprob)=(\w+)", str(error.value)))
+    assert len(set(options.values())) == len(options)
+    assert SEQUENCES == read_pairs(path, renamed=options).n_sequences

@@ -230,6 +230,72 @@ def _stuck_weights(draw: _Draw) -> None:
     _versions(draw, lambda tag: np.ones_like(tag))
 
 
+def _arrived(share: float, *, by_column: bool = False) -> Callable[[_Draw], None]:
+    """A share of each update arrived at the engine: its weights lie between the previous and the
+    tagged ones. The scores of the previous ones are in one column, or are those of each version.
+    """
+
+    def plant(draw: _Draw) -> None:
+        tag = np.repeat(2 + np.arange(draw.world.sequences) % 3, draw.world.length)
+        steps = [draw.drifted(0.15) for _ in range(5)]
+        weights = np.stack(
+            [draw.logits + sum(steps[1 : v + 1], np.zeros_like(draw.logits)) for v in range(5)]
+        )
+        noise = draw.trainer_logits - draw.logits
+        rows = np.arange(len(tag))
+        new, old = weights[tag, rows], weights[tag - 1, rows]
+        draw.law = old + share * (new - old)
+        draw.trainer_logits = new + noise
+        if by_column:
+            draw.columns["previous_logprob"] = draw.logprobs(old + noise)
+        else:
+            draw.columns |= {
+                "version": tag,
+                "by_version": {v: draw.logprobs(weights[v] + noise) for v in range(1, 5)},
+            }
+
+    return plant
+
+
+def _end_forced(draw: _Draw) -> None:
+    """The last token of each sequence was forced by the stack, which reports 0 for it."""
+    draw.columns["rollout_logprob"] = lambda out: np.where(
+        np.tile(np.arange(draw.world.length) == draw.world.length - 1, draw.world.sequences),
+        0.0,
+        out["rollout_logprob"],
+    )
+
+
+def _packed(draw: _Draw) -> None:
+    """Three sequences share a row of the trainer, and see the end of the one before them."""
+    index = np.arange(draw.world.sequences) % 3
+    place = np.arange(draw.world.length)
+    seen = np.where(index[:, None] > 0, np.exp(-place / 40)[None], 0.0).reshape(-1, 1)
+    draw.trainer_logits = draw.trainer_logits + seen * draw.rng.standard_normal(draw.logits.shape)
+    draw.columns["pack_index"] = np.repeat(index, draw.world.length)
+
+
+def _one_group(draw: _Draw) -> None:
+    """Prompts with an image are preprocessed in two ways."""
+    image = np.arange(draw.world.sequences) % 3 == 0
+    noise = 0.25 * draw.rng.standard_normal(draw.logits.shape)
+    draw.trainer_logits = draw.trainer_logits + np.where(
+        np.repeat(image, draw.world.length)[:, None], noise, 0.0
+    )
+    draw.columns["groups"] = {
+        "modality": np.repeat(np.where(image, "image", "text"), draw.world.length),
+        "source": np.repeat(np.arange(draw.world.sequences) % 2, draw.world.length),
+    }
+
+
+def _swapped(draw: _Draw) -> None:
+    """The trainer scored two thirds of the samples as each other's."""
+    own = draw.trainer_logits.reshape(*draw.shape, -1)
+    moved = np.arange(draw.world.sequences) % 3 > 0
+    own[moved] = own[np.roll(np.flatnonzero(moved), 1)]
+    draw.trainer_logits = own.reshape(draw.logits.shape)
+
+
 def _boundary(draw: _Draw) -> None:
     """The first tokens after a resume are scored against a context that the engine did not have."""
     since = np.tile(np.arange(draw.world.length) % 100, draw.world.sequences)
@@ -319,6 +385,14 @@ GAP_FAULTS: Mapping[str, Callable[[_Draw], None]] = {
     "version lag": _version_lag,
     "wrong version": _wrong_version,
     "stuck weights": _stuck_weights,
+    "update arrived by 60 %": _arrived(0.6),
+    "update arrived by 20 %": _arrived(0.2),
+    "update arrived by 60 %, one column": _arrived(0.6, by_column=True),
+    "update did not arrive, one column": _arrived(0.0, by_column=True),
+    "end token forced": _end_forced,
+    "packed without a block mask": _packed,
+    "one group differs": _one_group,
+    "samples swapped": _swapped,
     "resume boundary": _boundary,
     "lost weights": _lost_weights,
     "routes shifted by a token": _route_token_shift,

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from rollproof.gap.buckets import Bucket
+from rollproof.gap.diagnosis.arrival import Arrival
 from rollproof.gap.diagnosis.evidence import Evidence
 from rollproof.gap.token_pairs import TokenPairs
 
@@ -32,11 +33,16 @@ class CauseName(StrEnum):
     POLLUTED = "polluted capture"
     STUCK = "stale engine weights"
     WRONG_VERSION = "wrong version scored"
+    PARTLY = "partly arrived weights"
+    NO_END_LOGPROB = "end token without a logprob"
+    PACKING = "packed sequences see each other"
     UNRELATED = "unrelated weights"
+    PART_UNRELATED = "a part is unrelated"
     TRUNCATED = "truncated support (top-p or top-k)"
     TEMPERATURE = "temperature or logprob mode"
     BOUNDARY = "resume boundary"
     REPLICA = "stale replica"
+    GROUP = "one group differs"
     STALENESS = "staleness"
     UNEXPLAINED = "unexplained"
 
@@ -60,6 +66,9 @@ _ALWAYS_WRONG = frozenset(
         CauseName.POLLUTED,
         CauseName.STUCK,
         CauseName.WRONG_VERSION,
+        CauseName.PARTLY,
+        CauseName.NO_END_LOGPROB,
+        CauseName.PACKING,
     }
 )
 
@@ -108,11 +117,13 @@ class Scene:
         pairs: the tokens.
         signs: the evidence that was measured on them.
         buckets: their buckets.
+        arrivals: the shares of the weight update that arrived.
     """
 
     pairs: TokenPairs
     signs: Evidence
     buckets: Mapping[str, tuple[Bucket, ...]]
+    arrivals: tuple[Arrival, ...] = ()
 
 
 Rule: TypeAlias = "Callable[[Scene], Cause | None]"

@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from rollproof.gap.buckets import Bucket
 from rollproof.gap.column_checks import counted
+from rollproof.gap.diagnosis.arrival import Arrival
 from rollproof.gap.diagnosis.causes import Cause, CauseName, Rule, Scene, confidence_beyond
 from rollproof.gap.diagnosis.evidence import Evidence, gather_evidence
 from rollproof.gap.diagnosis.rules import ALIGNMENT_RULES, DISTRIBUTION_RULES, EXPLAINED
-from rollproof.gap.diagnosis.rules_columns import boundary, lag, replica, versions
+from rollproof.gap.diagnosis.rules_arrival import arrival
+from rollproof.gap.diagnosis.rules_columns import boundary, lag, versions
+from rollproof.gap.diagnosis.rules_groups import compare_groups, replica
+from rollproof.gap.diagnosis.rules_places import end_without_logprob, packing
 from rollproof.gap.diagnosis.shifts import ENOUGH
 from rollproof.gap.token_pairs import TokenPairs
 
@@ -23,18 +27,24 @@ __all__ = ["diagnose"]
 
 
 def diagnose(
-    pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, failing: bool
+    pairs: TokenPairs,
+    buckets: Mapping[str, tuple[Bucket, ...]],
+    arrivals: tuple[Arrival, ...] = (),
+    *,
+    failing: bool,
 ) -> tuple[Cause, ...]:
     """Return the likely causes, the decisive one first.
 
     ``failing`` says whether a limit is broken: then numerics alone are no explanation.
     """
-    scene = Scene(pairs=pairs, signs=gather_evidence(pairs), buckets=buckets)
+    scene = Scene(pairs=pairs, signs=gather_evidence(pairs), buckets=buckets, arrivals=arrivals)
     causes: dict[CauseName, Cause] = {}
     for rule in _RULES:
         cause = rule(scene)
         if cause is not None:
             causes.setdefault(cause.name, cause)
+    # a cause of one group says more than the same cause of all tokens
+    causes |= {cause.name: cause for cause in compare_groups(scene)}
     for name, hidden in _HIDES.items():
         if name in causes:
             causes = {other: cause for other, cause in causes.items() if other not in hidden}
@@ -76,7 +86,10 @@ def _numerics(signs: Evidence) -> Cause:
 # In order: tokens or rows at the wrong place explain all that comes after
 _RULES: Sequence[Rule] = (
     *ALIGNMENT_RULES,
+    end_without_logprob,
+    packing,
     versions,
+    arrival,
     *DISTRIBUTION_RULES,
     boundary,
     replica,
@@ -91,6 +104,18 @@ _BLURRED = frozenset(
         CauseName.BOUNDARY,
         CauseName.STALENESS,
         CauseName.REPLICA,
+        CauseName.GROUP,
+        CauseName.PART_UNRELATED,
+    }
+)
+_OLD_WEIGHTS = frozenset(
+    {
+        CauseName.TEMPERATURE,
+        CauseName.UNRELATED,
+        CauseName.PART_UNRELATED,
+        CauseName.STALENESS,
+        CauseName.REPLICA,
+        CauseName.GROUP,
     }
 )
 _HIDES: Mapping[CauseName, frozenset[CauseName]] = {
@@ -99,11 +124,16 @@ _HIDES: Mapping[CauseName, frozenset[CauseName]] = {
     CauseName.LAYER_SHIFT: _BLURRED | {CauseName.POLLUTED},
     CauseName.DENSE_SHIFT: _BLURRED | {CauseName.POLLUTED},
     CauseName.POLLUTED: _BLURRED,
-    CauseName.STUCK: frozenset({CauseName.TEMPERATURE, CauseName.UNRELATED, CauseName.STALENESS}),
-    CauseName.WRONG_VERSION: frozenset(
-        {CauseName.TEMPERATURE, CauseName.UNRELATED, CauseName.STALENESS}
+    # with a part of the update the version before may fit better than the tagged one
+    CauseName.PARTLY: _OLD_WEIGHTS | {CauseName.WRONG_VERSION},
+    CauseName.WRONG_VERSION: _OLD_WEIGHTS - {CauseName.REPLICA, CauseName.GROUP}
+    | {CauseName.STUCK},
+    CauseName.STUCK: _OLD_WEIGHTS,
+    CauseName.PACKING: frozenset(
+        {CauseName.UNRELATED, CauseName.PART_UNRELATED, CauseName.TEMPERATURE}
     ),
     CauseName.UNRELATED: _BLURRED - {CauseName.UNRELATED},
+    CauseName.PART_UNRELATED: frozenset({CauseName.TEMPERATURE, CauseName.TRUNCATED}),
     # a temperature keeps E[rho] at 1 or above, whichever side applies it
     CauseName.TRUNCATED: frozenset({CauseName.TEMPERATURE}),
 }

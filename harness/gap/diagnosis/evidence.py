@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import stats
 
 from rollproof.gap.agreement import Selections, selections
 from rollproof.gap.column_checks import BoolArray, FloatArray, IntArray
+from rollproof.gap.diagnosis.agreeing_parts import APART as _APART
+from rollproof.gap.diagnosis.agreeing_parts import agreeing_parts
 from rollproof.gap.diagnosis.shifts import (
     ENOUGH,
     STEPS,
@@ -21,7 +23,7 @@ from rollproof.gap.diagnosis.shifts import (
 )
 from rollproof.gap.token_pairs import TokenPairs
 
-__all__ = ["Evidence", "RouteEvidence", "gather_evidence"]
+__all__ = ["Evidence", "RouteEvidence", "gather_evidence", "sample_sequences"]
 
 # More tokens change no conclusion, and cost seconds
 _MAX_TOKENS = 400_000
@@ -90,6 +92,8 @@ class Evidence:
         lagged: the correlation with the trainer's logprobs moved by -1 and +1 tokens.
         shift: the blocks of tokens with a neighbour's logprobs.
         routes: the evidence of the routes.
+        agreeing: the parts of the tokens that agree, in words, if most of them have little in
+            common.
     """
 
     tokens: int
@@ -105,11 +109,17 @@ class Evidence:
     lagged: dict[int, float] = field(default_factory=dict)
     shift: Shift | None = None
     routes: RouteEvidence | None = None
+    agreeing: str = ""
+
+    @property
+    def little_in_common(self) -> bool:
+        """Whether the logprobs of most sequences have little in common."""
+        return self.k3 > 0.3 and self.pearson < 0.8 and self.apart > _APART
 
 
 def gather_evidence(pairs: TokenPairs) -> Evidence:
     """Return the evidence of ``pairs``, or of a sample of complete sequences if they are many."""
-    pairs = _sample(pairs)
+    pairs = sample_sequences(pairs)
     finite = pairs.finite
     known = pairs if finite.all() else pairs.select(finite)
     d = known.trainer - known.rollout
@@ -125,7 +135,7 @@ def gather_evidence(pairs: TokenPairs) -> Evidence:
     # an error that is rounding alone says nothing
     z = mean / error if error > 1e-12 * abs(mean) and count > 1 else 0.0
     far = np.add.reduceat((np.abs(d) > np.log(2)).astype(np.float64), known.starts)
-    return Evidence(
+    signs = Evidence(
         tokens=len(d),
         size=float(np.abs(d).mean()),
         k1=float(-d.mean()),
@@ -140,9 +150,13 @@ def gather_evidence(pairs: TokenPairs) -> Evidence:
         shift=logprob_shift(pairs),
         routes=_route_evidence(pairs),
     )
+    if signs.little_in_common:
+        signs = replace(signs, agreeing=agreeing_parts(known))
+    return signs
 
 
-def _sample(pairs: TokenPairs) -> TokenPairs:
+def sample_sequences(pairs: TokenPairs) -> TokenPairs:
+    """Return complete sequences of about 400,000 tokens, drawn evenly; all if they are fewer."""
     if pairs.n_tokens <= _MAX_TOKENS:
         return pairs
     order = np.random.default_rng(0).permutation(pairs.n_sequences)

@@ -22,7 +22,12 @@ from rollproof.gap.diagnosis.causes import (
 )
 from rollproof.gap.diagnosis.shifts import BETTER, MISMATCH, Shift
 
-__all__ = ["ALIGNMENT_RULES", "DISTRIBUTION_RULES", "EXPLAINED"]
+__all__ = ["ALIGNMENT_RULES", "DISTRIBUTION_RULES", "EXPLAINED", "PART_ADVICE"]
+
+PART_ADVICE = (
+    "Both sides have the weights, since a part agrees: look at what is different in the rest, such"
+    " as samples that were swapped, another context from some token on, or one engine of several."
+)
 
 EXPLAINED = 0.12
 """Share of d that a function of the logprob may explain by numerics alone."""
@@ -188,15 +193,25 @@ def _polluted(scene: Scene) -> Cause | None:
 
 def _unrelated(scene: Scene) -> Cause | None:
     signs = scene.signs
-    if not (signs.k3 > 0.3 and signs.pearson < 0.8 and signs.apart > 0.15):
+    if not signs.little_in_common:
         return None
+    if signs.agreeing:
+        return Cause(
+            name=CauseName.PART_UNRELATED,
+            confidence=confidence_beyond(signs.k3, 0.3),
+            because=(
+                f"k3 = {signs.k3:.2g} nats a token, and {signs.apart:.0%} of a sequence's tokens"
+                f" are apart by a factor of 2, but {signs.agreeing}"
+            ),
+            advice=PART_ADVICE,
+        )
     return Cause(
         name=CauseName.UNRELATED,
         confidence=confidence_beyond(signs.k3, 0.3),
         because=(
             f"k3 = {signs.k3:.2g} nats a token, {signs.apart:.0%} of a sequence's tokens are apart"
-            f" by a factor of 2, the logprobs correlate by {signs.pearson:.2f}, and no shift of"
-            " tokens mends it"
+            f" by a factor of 2, the logprobs correlate by {signs.pearson:.2f}, no shift of"
+            " tokens mends it, and no part of the tokens agrees"
         ),
         advice=(
             "One side lost its weights, or scores other sequences: reload both from one checkpoint"

@@ -1,8 +1,7 @@
-"""Rules of the diagnosis that need an optional column: versions, resumes, replicas, ages."""
+"""Rules of the diagnosis that need an optional column: versions, resumes, ages."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,25 +13,13 @@ from scipy import stats
 from rollproof.gap.buckets import NEAR, bucket_codes, resume_parts, staleness
 from rollproof.gap.column_checks import BoolArray, FloatArray, is_present, some_of
 from rollproof.gap.diagnosis.causes import ROUNDING, Cause, CauseName, Scene, confidence_beyond
-from rollproof.gap.diagnosis.evidence import gather_evidence
 from rollproof.gap.diagnosis.outliers import find_mistagged
-from rollproof.gap.diagnosis.rules import DISTRIBUTION_RULES
+from rollproof.gap.diagnosis.usual_diff import diff_and_usual
 from rollproof.gap.intervals import Interval, Resampler
 from rollproof.gap.token_pairs import TokenPairs
 
-__all__ = [
-    "MIN_SEQUENCES",
-    "boundary",
-    "diff_and_usual",
-    "lag",
-    "replica",
-    "undersampled_replicas",
-    "versions",
-]
+__all__ = ["boundary", "lag", "versions"]
 
-MIN_SEQUENCES = 5
-"""Sequences of a replica below which it is not judged."""
-_PER_PART = 25
 _NEAR = ("0", "1", "2-7")
 # Correlation of age and size from which the size rises with age: one age of five or more that
 # differs from the others gives 0.71 at most.
@@ -40,7 +27,6 @@ _RISING = 0.75
 _MAX_LISTED = 4
 _MAX_CHANCE = 1e-3
 _BETTER_VERSION = 1.15
-_STALE_RATIO = 1.3
 _TAG_ADVICE = (
     "The tag is published before or after the weights: read it from the weights that sampled, and"
     " score under that version."
@@ -199,110 +185,6 @@ def _times_usual(
     ]
     present = np.bincount(owner, minlength=count) > 0
     return Resampler(np.stack(sums, axis=1)[present], resamples=200).ratio(0, 1)
-
-
-def diff_and_usual(
-    pairs: TokenPairs, reference: BoolArray | None = None
-) -> tuple[FloatArray, FloatArray]:
-    """Return the |d| of each token, and the mean |d| of tokens of about its rollout logprob.
-
-    Some prompts are harder than others, and their tokens less certain: only what exceeds that is
-    due to a replica, or to a version.
-
-    Args:
-        pairs: the tokens; a |d| that is not finite is 0.
-        reference: the tokens that the mean is of (default: all).
-    """
-    diff = pairs.abs_diff
-    finite = np.isfinite(diff)
-    learnt = finite if reference is None else finite & reference
-    diff = np.nan_to_num(diff)
-    # the few least certain tokens have a difference of their own, so the bins are finer there
-    orders = np.sort(np.concatenate([np.linspace(0, 1, 21), [0.002, 0.005, 0.01, 0.02]]))
-    count = int(learnt.sum())
-    orders = orders[(orders * count >= _PER_PART) | (orders == 0)]
-    edges = np.unique(np.quantile(pairs.rollout[learnt], orders)) if count else np.zeros(1)
-    bins = np.searchsorted(edges, pairs.rollout, side="right") - 1
-    bins = np.clip(bins, 0, max(len(edges) - 2, 0))
-    counts = np.bincount(bins[learnt], minlength=len(edges))
-    sums = np.bincount(bins[learnt], weights=diff[learnt], minlength=len(edges))
-    mean = sums / np.maximum(counts, 1)
-    return diff, np.where(finite, mean[bins], 0.0)
-
-
-def undersampled_replicas(pairs: TokenPairs) -> list[Any]:
-    """Return the replicas with too few sequences to judge, if there are several replicas."""
-    column = pairs.columns.get("replica")
-    if column is None or not is_present(column).any():
-        return []
-    present = is_present(column)
-    names, codes = np.unique(column[present], return_inverse=True)
-    if len(names) < 2:
-        return []
-    replica_sequences = np.unique(codes * pairs.n_sequences + pairs.owner[present])
-    count = np.bincount(replica_sequences // pairs.n_sequences, minlength=len(names))
-    few = names[count < MIN_SEQUENCES]
-    return [name.item() if isinstance(name, np.generic) else name for name in few]
-
-
-def replica(scene: Scene) -> Cause | None:
-    """Find one replica with sequences that differ more than similar ones of the others."""
-    pairs = scene.pairs
-    if "replica" not in pairs.columns or not scene.signs.tokens:
-        return None
-    diff, usual = diff_and_usual(pairs)
-    column = pairs.columns["replica"]
-    present = is_present(column)
-    names, codes = np.unique(column[present], return_inverse=True)
-    if len(names) < 2:
-        return None
-    # a sequence that several replicas sampled counts for each of them with its own tokens
-    parts = pairs.owner[present] * len(names) + codes
-    filled = np.flatnonzero(np.bincount(parts))
-    part_diff = np.bincount(parts, weights=diff[present])[filled]
-    part_usual = np.bincount(parts, weights=usual[present])[filled]
-    times, owner = part_diff / np.maximum(part_usual, 1e-300), names[filled % len(names)]
-    typical = {
-        name: float(np.median(times[owner == name]))
-        for name in names
-        if (owner == name).sum() >= MIN_SEQUENCES
-    }
-    if not typical:
-        return None
-    worst = max(typical, key=lambda name: typical[name])
-    own, others = times[owner == worst], times[owner != worst]
-    if len(others) < MIN_SEQUENCES or float(diff.sum()) < ROUNDING * len(diff):
-        return None
-    # ranks, not means: one heavy token must not accuse a replica
-    # times the number of replicas, since each of them could have been the worst by chance
-    chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)
-    ratio = typical[worst] / max(float(np.median(others)), 1e-300)
-    if chance > _MAX_CHANCE or ratio < _STALE_RATIO:
-        return None
-    specific = _distribution_cause(pairs.select(present & (column == worst)))
-    if specific is not None:
-        because = f"at replica {worst} alone: {specific.because}"
-        return dataclasses.replace(specific, because=because)
-    return Cause(
-        name=CauseName.REPLICA,
-        confidence=1 - max(0.01, chance),
-        because=(
-            f"sequences of replica {worst} have {typical[worst]:.2g} times the usual |d| of tokens"
-            f" of similar logprob, on the median, {ratio:.1f} times what the others have (rank"
-            f" test, p = {chance:.1g})"
-        ),
-        advice=(
-            "That replica missed a weight update, or runs another configuration: compare its"
-            " weights' checksum with the others'."
-        ),
-    )
-
-
-def _distribution_cause(pairs: TokenPairs) -> Cause | None:
-    """Return the first cause that the distribution of some tokens has."""
-    scene = Scene(pairs=pairs, signs=gather_evidence(pairs), buckets={})
-    causes = (rule(scene) for rule in DISTRIBUTION_RULES)
-    return next((cause for cause in causes if cause is not None), None)
 
 
 def lag(scene: Scene) -> Cause | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
@@ -53,6 +54,7 @@ _NAMES: Mapping[str, str] = {
     "position_decile": "place in the sequence, 0 to 1",
     "rollout_logprob_decile": "rollout logprob, in nats",
     "temperature": "sampling temperature",
+    "pack_index": "place in the packed row",
 }
 
 
@@ -67,8 +69,10 @@ def draw_plots(
             plot = draw(report)
             if plot is not None:
                 yield plot
-        for row, buckets in report.buckets.items():
-            yield _draw_buckets(row, buckets)
+        for number, (row, buckets) in enumerate(report.buckets.items(), 1):
+            plot = _draw_buckets(row, buckets)
+            # a group has a name of the user's, which need not be one of a file
+            yield plot if row in _NAMES else replace(plot, name=f"by-group-{number}")
         if comparison is not None:
             yield _draw_effects(comparison)
         if localisation is not None:
