@@ -45,6 +45,10 @@ class RolloutSubject(Protocol):
     def update_weights(self, version: int | None) -> Awaitable[None] | None:
         """Run the stack's own procedure for weights ``version`` (``None``: without a label), or
         ``await fleet.sync(version)`` if the stack leaves it to its caller.
+
+        When it returns, every server that was alive all the time admits calls under these weights
+        or newer ones only. If it cannot bring them there, it raises.
+        ``fleet.weights_of(version)`` are the weights, for ``server.load``.
         """
 
     def to_record(self, native: Any) -> Rollout | Awaitable[Rollout]:

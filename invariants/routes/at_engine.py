@@ -281,9 +281,10 @@ def routes_prefix_cache(view: RequestView, out: Collector) -> None:
                     server=attempt.admit.server_id,
                 ),
                 hint=(
-                    "The prefix cache outlived the weights: flush it at the update, or key it by"
-                    " version (cache_salt). Rows and KV of the old weights then serve the new ones."
-                    " Same cause: NeMo-RL #4018, SkyRL #2246, miles #2782."
+                    "Rows and KV of the old weights serve the new ones: key the cache by version"
+                    " (cache_salt), or flush it when no call runs under the old weights any more,"
+                    " which is after the transfer if that outlasts the pause"
+                    " (weights.no-stale-cache). Reports: NeMo-RL #4018, SkyRL #2246, miles #2782."
                 ),
             )
 
