@@ -139,6 +139,14 @@ class RequestView:
         return False
 
     @property
+    def uncalled(self) -> bool:
+        """Whether no engine answered a call of the request, in a run of which all calls are known:
+        its sample is none of an engine (``stitch.sampled-by-engine``).
+        """
+        driven = self.header is not None and self.header.case is not None
+        return driven and not any(attempt.replies for attempt in self.attempts)
+
+    @property
     def resumed(self) -> bool:
         """Whether more than one reply was received."""
         return len(self.segments) > 1

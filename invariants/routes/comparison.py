@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rollproof.core.contract import Contract, Filler, LayerAxis, Rows
 from rollproof.core.records import IntArray
+from rollproof.invariants._shared.delivery import delivery
 from rollproof.judging.route_slices import RowPiece
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def _gather(view: RequestView) -> RouteEvidence:
             f"the prompt of call {stitched.broken} does not continue the sequence (the family"
             " stitch says how)"
         )
-    elif not cut and response != sampled:
+    elif not cut and response != sampled and not _ends_masked(view, len(sampled)):
         hindrance = (
             "the tokens of the sample are not those that the engines returned (the family stitch"
             " says which)"
@@ -296,6 +297,14 @@ def _gather(view: RequestView) -> RouteEvidence:
         engine_columns=engine_columns,
         alternatives=_alternatives(view, pieces),
     )
+
+
+def _ends_masked(view: RequestView, length: int) -> bool:
+    """Return whether a response is the sampled tokens and others that are masked out, such as an
+    end token that the stack adds itself.
+    """
+    delivered = delivery(view)
+    return delivered is not None and delivered.aligned and delivered.count == length
 
 
 def _alternatives(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[RowPiece, ...]:

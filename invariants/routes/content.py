@@ -277,6 +277,7 @@ def routes_filler(view: RequestView, out: Collector) -> None:
         return
     # Consumers mask filler by its declared value, so that another one is replayed as a choice.
     evidence, contract = comparison.of(view), view.contract
+    experts = contract.num_experts or 1
     if not evidence.uncaptured:
         out.exercised("samples without filler")
         return
@@ -284,8 +285,22 @@ def routes_filler(view: RequestView, out: Collector) -> None:
         rows = evidence.delivered(low, high)
         kinds = [contract.filler] * len(rows)
         if contract.rows is Rows.ALL and high == evidence.total:
-            # With T rows the last one may have a filler of its own.
-            kinds[-1] = contract.final_row
+            # With T rows the last one may have a filler of its own. An end token that the stack
+            # adds itself follows a token that was not forwarded either.
+            last = len(view.request.prompt_ids) + len(view.stitched.response_ids) - 1
+            tail = [
+                i
+                for i in range(len(rows))
+                if low + i >= last
+                and is_filler(
+                    rows[i : i + 1],
+                    contract.final_row or Filler.NONE,
+                    experts,
+                    evidence.delivered(max(0, low + i - 1), low + i),
+                )[0]
+            ]
+            for i in (*tail, len(rows) - 1):
+                kinds[i] = contract.final_row
         if contract.rows is Rows.CAPTURED_PREFIX:
             kinds = [Filler.NONE] * len(rows)
         for kind in dict.fromkeys(kinds):

@@ -255,11 +255,32 @@ def routes_live(view: RequestView, out: Collector) -> None:
             expected="choices that differ between tokens",
             observed=f"one and the same row {captured} times, in all {len(moe)} MoE layers",
             where=view.place(position=evidence.captured[0][0]),
-            hint=(
-                "The buffer was captured once, for example under a CUDA graph (SGLang"
-                " #12162), or one token's row was copied to all."
-            ),
+            hint=_hint_for_equal_rows(view),
         )
+
+
+def _hint_for_equal_rows(view: RequestView) -> str:
+    """Return why all rows of a sample may be equal, as far as the replies show."""
+    if view.uncalled:
+        return (
+            "No engine was called for this sample (stitch.sampled-by-engine): one row was made up"
+            " for all tokens."
+        )
+    returned = [
+        reply.output.routes
+        for attempt in view.attempts
+        for reply in attempt.replies
+        if reply.output.routes is not None and len(reply.output.routes) > 1
+    ]
+    if any((rows != rows[:1]).any() for rows in returned):
+        return (
+            "The rows that the engines returned differ from token to token: one token's row was"
+            " copied to all, or all were made up."
+        )
+    return (
+        "The buffer was captured once, for example under a CUDA graph (SGLang #12162), or one"
+        " token's row was copied to all."
+    )
 
 
 def _only_filler(evidence: RouteEvidence) -> bool:

@@ -47,6 +47,16 @@ def uncut_rows(view: RequestView, evidence: RouteEvidence) -> int:
 def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
     """Return why a sample has its number of rows, as far as the replies show."""
     rows, allowed, contract = evidence.rows, evidence.row_counts[-1], view.contract
+    # The rows of an answer from a cache are those of another sequence, whatever their number.
+    if view.uncalled:
+        return CountCause(
+            observed=f"{rows} rows in a sample for which no engine was called",
+            hint=(
+                "The rows are not those of this prompt and response: stitch.sampled-by-engine says"
+                " where the sample came from."
+            ),
+            where={"position": evidence.start + min(rows, allowed)},
+        )
     arrays = _arrays(view)
     # The most frequent fault of the field comes first: arrays concatenated on resume (verl #6029,
     # AReaL InfBridge).

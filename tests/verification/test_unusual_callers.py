@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollproof.core.records import EngineOutput, Request, Rollout
+from rollproof.core.contract import Filler, Rows
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.core.subjects import SubjectFactory
-from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
+from rollproof.fakes.clients.reference_clients import AsSampled, ClientOptions, PartialSample
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
@@ -349,3 +350,33 @@ def test_a_faulty_stack_is_found(name: str) -> None:
     factory, expected = FAULTY[name]
     judgement = judged(factory)
     assert expected in judgement.failed
+
+
+class _OwnEnd(AsSampled):
+    """Ends a cut response with an end token of its own, masked out, with filler rows."""
+
+    options = ClientOptions(multi_turn=True)
+
+    def finished(self, sample: PartialSample) -> Rollout:
+        if sample.finish is FinishReason.LENGTH and sample.response:
+            sample.response.append(0)
+            sample.mask.append(0)
+            sample.logprobs.append(float("nan"))
+            sample.labels.append(None)
+        return super().finished(sample)
+
+
+@pytest.mark.parametrize("final_row", [None, *(kind for kind in Filler if kind is not Filler.NONE)])
+def test_an_end_token_of_the_stack_is_no_fault(final_row: Filler | None) -> None:
+    """Masked out, as the hint of stitch.tokens advises, it needs no row, or one of the declared
+    filler.
+    """
+
+    class Client(_OwnEnd):
+        options = ClientOptions(
+            multi_turn=True,
+            rows=Rows.FORWARDED if final_row is None else Rows.ALL,
+            final_row=final_row or Filler.MINUS_ONE,
+        )
+
+    assert () == judged(Client, 40).failed

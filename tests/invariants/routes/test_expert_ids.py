@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.core.events.rollout import Reply
+from rollproof.core.events.rollout import Reply, Result
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge
+from tests.support.made_up_samples import hint_of_made_up
 from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
 
 
@@ -54,6 +55,31 @@ def test_one_row_copied_to_all_tokens_is_found() -> None:
     story = _single_call(num_layers=4, moe_layers=(0, 1, 2, 3))
     finding = only_finding(_by_engine(story, story.good()[:1].repeat(9, axis=0)), "routes.live")
     assert finding.observed == "one and the same row 9 times, in all 4 MoE layers"
+    assert "captured once, for example under a CUDA graph" in finding.hint
+
+
+def test_a_made_up_row_is_not_blamed_on_the_capture() -> None:
+    """No engine was called: the same symptom, and no hint at its capture."""
+    finding = hint_of_made_up("routes.live", lambda rows: rows[:1].repeat(len(rows), axis=0))
+    assert finding.observed == "one and the same row 8 times, in all 3 MoE layers"
+    assert "stitch.sampled-by-engine" in finding.hint
+    assert "CUDA graph" not in finding.hint
+
+
+def test_equal_rows_are_not_blamed_on_an_engine_whose_rows_differ() -> None:
+    """The tokens are not those of the reply, so that the rows cannot be compared one by one; the
+    engine's own rows differ from each other.
+    """
+    story = _single_call(num_layers=4, moe_layers=(0, 1, 2, 3))
+    trace = story.trace(story.good()[:1].repeat(9, axis=0))
+    result = trace.events[-1]
+    assert isinstance(result, Result)
+    assert result.rollout is not None
+    first, *others = result.rollout.response_ids
+    wrong = replace(result.rollout, response_ids=(first + 1, *others))
+    events = [*trace.events[:-1], replace(result, rollout=wrong)]
+    (finding,) = judge(replace(trace, events=tuple(events)), REGISTRY)["routes.live"].findings
+    assert finding.hint.startswith("The rows that the engines returned differ from token to token")
 
 
 @pytest.mark.parametrize(

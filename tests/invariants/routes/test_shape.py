@@ -12,6 +12,7 @@ from rollproof.core.records import FinishReason
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge
+from tests.support.made_up_samples import hint_of_made_up
 from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
 from tests.support.trace_builder import TraceBuilder, coded_rows, contract
 
@@ -71,6 +72,22 @@ def test_a_wrong_count_is_explained(changes: dict[str, str], delta: int, words: 
     rows = story.good()
     wrong = rows[:delta] if delta < 0 else np.concatenate([rows, rows[-1:].repeat(delta, axis=0)])
     assert words in only_finding(story.judged(wrong), "routes.rows").observed
+
+
+def test_a_row_too_many_is_that_of_the_last_token() -> None:
+    """An engine was called, and its T-1 rows got one more."""
+    story = RoutedRequest()
+    rows = np.concatenate([story.good(), story.good()[-1:]])
+    finding = only_finding(story.judged(rows), "routes.rows")
+    assert finding.hint.startswith("Drop the row of the last token, or declare rows='T'")
+
+
+def test_a_row_too_many_of_a_cached_answer_is_not_that_of_the_last_token() -> None:
+    """No engine was called: the rows are those of another sequence, and dropping one is no help."""
+    finding = hint_of_made_up("routes.rows", lambda rows: np.concatenate([rows, rows[:1]]))
+    assert finding.observed == "9 rows in a sample for which no engine was called"
+    assert "stitch.sampled-by-engine" in finding.hint
+    assert "Drop the row of the last token" not in finding.hint
 
 
 def test_a_hole_that_shifts_later_rows_is_a_wrong_count() -> None:
