@@ -1,10 +1,10 @@
-"""Whether each estimator of the gap is unbiased: its mean over many data sets beside the exact
+"""Whether each estimator of the gap is unbiased: its mean over many data sets next to the exact
 expectation over the vocabulary.
 
 python benchmarks/gap_bias.py [--sets 1000] [--sequences 32] [--length 50]
 
 Tokens have 64 candidates whose two laws are known (``tests.support.gap_profiles``), so that every
-expectation is a sum. Told are the exact value, the mean of the estimates, and by how many of its
+expectation is a sum. Printed are the exact value, the mean of the estimates, and by how many of its
 standard errors over data sets that mean is off.
 """
 

@@ -59,8 +59,8 @@ def real(first: int, family: str) -> Sets:
 
 
 def diagnose_sets(work: tuple[argparse.Namespace, int]) -> list[tuple[str, str, str, bool]]:
-    """For each data set of one first seed: its fault, the class that is right, what was told,
-    whether all that was told is harmless.
+    """For each data set of one first seed: its fault, the class that is right, what was diagnosed,
+    whether all that was diagnosed is harmless.
     """
     options, first = work
     out = []
@@ -126,7 +126,7 @@ def table(rows: list[tuple[str, str, str, bool]]) -> None:
     healthy = [harmless for _, expected, _, harmless in rows if expected == NUMERICS]
     print(f"{len({expected for _, expected in diagnosed})} classes, {len(rows)} data sets")
     print(
-        f"right, and nothing else told: {right} ({right / len(rows):.1%}); right in the first"
+        f"right, and nothing else diagnosed: {right} ({right / len(rows):.1%}); right in the first"
         f" place: {first} ({first / len(rows):.1%})"
     )
     print(f"numerics called anything else: {healthy.count(False)} of {len(healthy)} times")

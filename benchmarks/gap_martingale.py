@@ -5,7 +5,7 @@ install martingale==0.2.0``.
 
 Both get, for every token, the rollout's logprob and the trainer's, and the versions of the weights
 of either. martingale's decomposition reads its own ledger, which is written first (its seconds are
-told apart); its words are cut to the first clause that tells a cause.
+distinguished); its words are cut to the first clause that names a cause.
 
 Then records with the trainer's logprobs under the sampling version and under the current one, of
 which the engine's share of the stale tokens' difference is known: with an engine that is the same
@@ -100,7 +100,7 @@ def two_scores(worse: float, sequences: int, length: int) -> dict[str, Any]:
 
 
 def shares(sequences: int, length: int) -> None:
-    """The engine's share of what stale tokens differ by: as planted, and as either tells it."""
+    """The engine's share of what stale tokens differ by: as planted, and as either reports it."""
     for worse in (1.0, 3.0):
         columns = two_scores(worse, sequences, length)
         old = columns["version"] < 5

@@ -1,11 +1,11 @@
-"""How often single sequences are told to stand apart: of healthy sets (never, it should be), and
+"""How often single sequences are reported as outliers: of healthy sets (never, it should be), and
 where a few in a hundred have a fault.
 
 python benchmarks/gap_outliers.py [--sets 200] [--profile moe-bf16 ...] [--real FAMILY]
 
 Healthy sets of the closed form: 64 sequences of 500 tokens, 256 of 200, 16 of 4,000, 64 of 500
 whose noise is spread twice as far. Faults are of the mechanistic fake, with full distributions:
-every set takes its sequences anew out of 1,024 healthy ones and 64 of each fault.
+every set draws its sequences again out of 1,024 healthy ones and 64 of each fault.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def false_alarms(profile: str, sets: int) -> None:
                 reported(laid_out({"rollout_logprob": rollout, "trainer_logprob": trainer}))
             )
         print(
-            f"{profile:18} {sequences:4} sequences of {length:5}, spread {cluster}: told in {wrong}"
+            f"{profile:18} {sequences:4} sequences of {length:5}, spread {cluster}:"
+            f" reported in {wrong}"
             f" of {sets} healthy sets",
             flush=True,
         )
@@ -160,7 +161,7 @@ def on_a_model(family: str) -> None:
 
     for name in (name for name, (expected, _) in CASES.items() if expected == NUMERICS):
         print(
-            f"{name:32} told: {[sorted(reported(columns(name, seed))) for seed in (0, 1)]}",
+            f"{name:32} reported: {[sorted(reported(columns(name, seed))) for seed in (0, 1)]}",
             flush=True,
         )
     for fault in (*FAULTS, *VERSIONED):
@@ -179,7 +180,8 @@ def on_a_model(family: str) -> None:
                 }
             out.append(sorted(reported(mixed)))
         print(
-            f"{fault:32} planted in 0 and in 0 to 2 of 60, told: {out[0]} and {out[1]}", flush=True
+            f"{fault:32} planted in 0 and in 0 to 2 of 60, reported: {out[0]} and {out[1]}",
+            flush=True,
         )
 
 

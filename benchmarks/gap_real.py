@@ -4,11 +4,11 @@
 The model has four layers; its head and routers have the spread of a trained one's, and what a block
 adds is damped until bf16 parts from float32 by about what it does there (in a random network of
 full gain rounding grows into chaos: k3 0.08). Contexts are text that it sampled itself; at every
-place of them the engine's law is its bf16 forward and the trainer's its float32 forward, so that
-the noise is real, with real flips of experts, and so is what wrong routes, other versions, lost
-context and lost weights do. Tokens are drawn from the law at each place of a context: of one
-context's forwards any number of data sets are drawn. Versions of the weights part by noise of a
-part in a hundred of each matrix.
+place of them the engine's distribution is its bf16 forward and the trainer's its float32 forward,
+so that the noise is real, with real flips of experts, and so is what wrong routes, other versions,
+lost context and lost weights do. Tokens are drawn from the distribution at each place of a context:
+of one context's forwards any number of data sets are drawn. Versions of the weights part by noise
+of a part in a hundred of each matrix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OTHER = -1
 """The version of unrelated weights."""
 
 
-class Law:
+class Distribution:
     """The distributions of a forward at every place: logits ``(places, vocabulary)``."""
 
     def __init__(self, logits: Any) -> None:
@@ -50,30 +50,30 @@ class Law:
 
     def draw(self, rng: np.random.Generator) -> Any:
         """A token at every place, ``(places,)``."""
-        upto = self._chances.cumsum(axis=1)
-        return (rng.random((len(upto), 1)) * upto[:, -1:] >= upto).sum(axis=1)
+        cumulative = self._chances.cumsum(axis=1)
+        return (rng.random((len(cumulative), 1)) * cumulative[:, -1:] >= cumulative).sum(axis=1)
 
     def logprobs(self, tokens: Any) -> Any:
         rows = np.arange(len(tokens))
         return np.log(self._chances[rows, tokens]) - np.log(self._chances.sum(axis=1))
 
-    def at(self, temperature: float) -> Law:
-        return Law(self.logits / np.float32(temperature))
+    def at(self, temperature: float) -> Distribution:
+        return Distribution(self.logits / np.float32(temperature))
 
-    def within(self, kept: Any) -> Law:
-        return Law(np.where(kept, self.logits, np.float32(-np.inf)))
+    def within(self, allowed: Any) -> Distribution:
+        return Distribution(np.where(allowed, self.logits, np.float32(-np.inf)))
 
     @staticmethod
-    def mixed(laws: Sequence[Law], which: Any) -> Law:
-        """At place ``i`` the law ``laws[which[i]]``."""
-        out = laws[0].logits.copy()
+    def mixed(distributions: Sequence[Distribution], which: Any) -> Distribution:
+        """At place ``i`` the distribution ``distributions[which[i]]``."""
+        out = distributions[0].logits.copy()
         for number in np.unique(which):
-            out[which == number] = laws[number].logits[which == number]
-        return Law(out)
+            out[which == number] = distributions[number].logits[which == number]
+        return Distribution(out)
 
 
 class Contexts:
-    """Sequences ``(60, 501)`` of version 0's text, and forwards over them: ``Law``, routes
+    """Sequences ``(60, 501)`` of version 0's text, and forwards over them: ``Distribution``, routes
     ``(30000, layers, top_k)``.
     """
 
@@ -121,8 +121,8 @@ class Contexts:
 
     @cached_property
     def ids(self) -> Any:
-        """Random ids, all drawn anew from the model's law at their place, three times over: text of
-        its own, in three forwards.
+        """Random ids, all drawn again from the model's distribution at their place, three times
+        over: text of its own, in three forwards.
         """
         own = self.model(0)
         ids = torch.randint(
@@ -131,8 +131,10 @@ class Contexts:
         with torch.no_grad():
             for _ in range(SWEEPS):
                 for begin in range(0, SEQUENCES, BATCH):
-                    law = own(ids[begin : begin + BATCH, :-1], use_cache=False).logits.softmax(-1)
-                    drawn = torch.multinomial(law.flatten(0, 1), 1, generator=self.random)
+                    distribution = own(
+                        ids[begin : begin + BATCH, :-1], use_cache=False
+                    ).logits.softmax(-1)
+                    drawn = torch.multinomial(distribution.flatten(0, 1), 1, generator=self.random)
                     ids[begin : begin + BATCH, 1:] = drawn.reshape(-1, LENGTH)
         return ids
 
@@ -143,9 +145,9 @@ class Contexts:
         routes: Any = None,
         key: str = "",
         batch: int = BATCH,
-    ) -> tuple[Law, Any]:
-        """The law, and the routes that were executed; ``key`` names the routes, ``batch`` sequences
-        run at once.
+    ) -> tuple[Distribution, Any]:
+        """The distribution, and the routes that were executed; ``key`` names the routes, ``batch``
+        sequences run at once.
         """
         name = (version, dtype, key, batch)
         if name not in self._forwards:
@@ -167,7 +169,7 @@ class Contexts:
                         executed.append(rows)
             self._forwards[name] = torch.cat(logits).numpy(), torch.cat(executed).numpy()
         logits, executed = self._forwards[name]
-        return Law(logits), executed
+        return Distribution(logits), executed
 
     @cached_property
     def forgetful(self) -> Any:
@@ -186,32 +188,33 @@ class Contexts:
 
 @dataclass
 class Case:
-    """What data sets are drawn from: the engine's ``law``, what it has ``shown`` of it (default:
-    the same), the trainer's law.
+    """What data sets are drawn from: the engine's ``distribution``, what it has ``shown`` of it
+    (default: the same), the trainer's distribution.
 
     ``sides`` are further columns, or functions of the random numbers and of the columns so far;
-    ``by_version`` the trainer's laws under several versions.
+    ``by_version`` the trainer's distributions under several versions.
     """
 
-    law: Law
-    trainer: Law
-    shown: Law | None = None
+    distribution: Distribution
+    trainer: Distribution
+    shown: Distribution | None = None
     sides: dict[str, Any] = field(default_factory=dict)
-    by_version: Mapping[int, Law] | None = None
+    by_version: Mapping[int, Distribution] | None = None
 
     def draw(self, seed: int) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
-        tokens = self.law.draw(rng)
+        tokens = self.distribution.draw(rng)
         out = {
             "sequence_id": OWNER,
             "position": PLACE,
             "mask": np.ones(len(OWNER), bool),
-            "rollout_logprob": (self.shown or self.law).logprobs(tokens),
+            "rollout_logprob": (self.shown or self.distribution).logprobs(tokens),
             "trainer_logprob": self.trainer.logprobs(tokens),
         }
         if self.by_version:
             out["by_version"] = {
-                version: law.logprobs(tokens) for version, law in self.by_version.items()
+                version: distribution.logprobs(tokens)
+                for version, distribution in self.by_version.items()
             }
         return out | {
             name: value(rng, out) if callable(value) else value
@@ -227,19 +230,19 @@ Plant = Callable[[Contexts], Case]
 
 def numerics(dtype: str = "bfloat16", replay: bool = False, batch: int = BATCH) -> Plant:
     def plant(contexts: Contexts) -> Case:
-        law, routes = contexts.forward(0, dtype, batch=batch)
+        distribution, routes = contexts.forward(0, dtype, batch=batch)
         trainer, own = (
             contexts.forward(0, "float32", routes, f"of {dtype}")
             if replay
             else contexts.forward(0, "float32")
         )
-        return Case(law, trainer, sides={"rollout_routes": routes, "trainer_routes": own})
+        return Case(distribution, trainer, sides={"rollout_routes": routes, "trainer_routes": own})
 
     return plant
 
 
 def labelled(contexts: Contexts) -> Case:
-    """Numerics alone, with every column that a fault could be told from."""
+    """Numerics alone, with every column that a fault could be diagnosed from."""
     case = numerics()(contexts)
     case.sides |= {
         "since_resume": SINCE,
@@ -251,52 +254,52 @@ def labelled(contexts: Contexts) -> Case:
 
 
 def scored_rightly(contexts: Contexts) -> Case:
-    """Numerics alone, with the scores under other versions beside those of the right one."""
+    """Numerics alone, with the scores under other versions next to those of the right one."""
     return versions(lambda tags: tags)(contexts)
 
 
-def _plain(contexts: Contexts) -> tuple[Law, Law]:
+def _plain(contexts: Contexts) -> tuple[Distribution, Distribution]:
     return contexts.forward(0, "bfloat16")[0], contexts.forward(0, "float32")[0]
 
 
 def raw(temperature: float) -> Plant:
     def plant(contexts: Contexts) -> Case:
-        law, trainer = _plain(contexts)
-        return Case(law.at(temperature), trainer.at(temperature), shown=law)
+        distribution, trainer = _plain(contexts)
+        return Case(distribution.at(temperature), trainer.at(temperature), shown=distribution)
 
     return plant
 
 
 def at_temperature(temperature: float) -> Plant:
     def plant(contexts: Contexts) -> Case:
-        law, trainer = _plain(contexts)
-        return Case(law.at(temperature), trainer)
+        distribution, trainer = _plain(contexts)
+        return Case(distribution.at(temperature), trainer)
 
     return plant
 
 
 def top_p(bound: float) -> Plant:
     def plant(contexts: Contexts) -> Case:
-        law, trainer = _plain(contexts)
-        order = np.argsort(-law.logits, axis=1)
+        distribution, trainer = _plain(contexts)
+        order = np.argsort(-distribution.logits, axis=1)
         chances = (
-            torch.from_numpy(np.take_along_axis(law.logits, order, axis=1))
+            torch.from_numpy(np.take_along_axis(distribution.logits, order, axis=1))
             .double()
             .softmax(1)
             .numpy()
         )
-        kept = np.zeros(law.logits.shape, bool)
-        np.put_along_axis(kept, order, np.cumsum(chances, axis=1) - chances < bound, axis=1)
-        return Case(law.within(kept), trainer)
+        allowed = np.zeros(distribution.logits.shape, bool)
+        np.put_along_axis(allowed, order, np.cumsum(chances, axis=1) - chances < bound, axis=1)
+        return Case(distribution.within(allowed), trainer)
 
     return plant
 
 
 def top_k(bound: int) -> Plant:
     def plant(contexts: Contexts) -> Case:
-        law, trainer = _plain(contexts)
-        least = -np.partition(-law.logits, bound - 1, axis=1)[:, bound - 1 : bound]
-        return Case(law.within(law.logits >= least), trainer)
+        distribution, trainer = _plain(contexts)
+        least = -np.partition(-distribution.logits, bound - 1, axis=1)[:, bound - 1 : bound]
+        return Case(distribution.within(distribution.logits >= least), trainer)
 
     return plant
 
@@ -312,28 +315,34 @@ def shifted(step: int) -> Plant:
 
 
 def stale_replica(contexts: Contexts) -> Case:
-    law, trainer = _plain(contexts)
+    distribution, trainer = _plain(contexts)
     old = contexts.forward(3, "bfloat16")[0]
     return Case(
-        Law.mixed([law, old], (OWNER % 4 == 2).astype(int)), trainer, sides={"replica": OWNER % 4}
+        Distribution.mixed([distribution, old], (OWNER % 4 == 2).astype(int)),
+        trainer,
+        sides={"replica": OWNER % 4},
     )
 
 
 def version_lag(contexts: Contexts) -> Case:
     version = 4 - OWNER % 5
-    laws = [contexts.forward(v, "bfloat16")[0] for v in range(5)]
+    distributions = [contexts.forward(v, "bfloat16")[0] for v in range(5)]
     sides = {"version": version, "current_version": np.full(len(version), 4)}
-    return Case(Law.mixed(laws, version), contexts.forward(4, "float32")[0], sides=sides)
+    return Case(
+        Distribution.mixed(distributions, version), contexts.forward(4, "float32")[0], sides=sides
+    )
 
 
 def versions(true: Callable[[Any], Any]) -> Plant:
     def plant(contexts: Contexts) -> Case:
         tags = 2 + OWNER % 3
         scores = [contexts.forward(v, "float32")[0] for v in range(5)]
-        law = Law.mixed([contexts.forward(v, "bfloat16")[0] for v in range(5)], true(tags))
+        distribution = Distribution.mixed(
+            [contexts.forward(v, "bfloat16")[0] for v in range(5)], true(tags)
+        )
         return Case(
-            law,
-            Law.mixed(scores, tags),
+            distribution,
+            Distribution.mixed(scores, tags),
             sides={"version": tags},
             by_version={v: scores[v] for v in range(1, 5)},
         )
@@ -342,7 +351,9 @@ def versions(true: Callable[[Any], Any]) -> Plant:
 
 
 def forgotten(contexts: Contexts) -> Case:
-    return Case(Law(contexts.forgetful), _plain(contexts)[1], sides={"since_resume": SINCE})
+    return Case(
+        Distribution(contexts.forgetful), _plain(contexts)[1], sides={"since_resume": SINCE}
+    )
 
 
 def lost_weights(contexts: Contexts) -> Case:
@@ -357,11 +368,11 @@ def rerouted(
     """
 
     def plant(contexts: Contexts) -> Case:
-        law, routes = contexts.forward(0, "bfloat16")
+        distribution, routes = contexts.forward(0, "bfloat16")
         wrong = change(routes)
         trainer, _ = contexts.forward(0, "float32", wrong, key)
         return Case(
-            law,
+            distribution,
             trainer,
             sides={
                 "rollout_routes": routes,

@@ -1,12 +1,12 @@
-"""Scoring a head: microseconds a token and error, ours beside what else there is; on the GPU where
+"""Scoring a head: microseconds a token and error, ours next to other methods; on the GPU where
 there is one.
 
-    python benchmarks/gap_scoring.py [--tokens 8192] [--width 2048] [--vocabulary 151936] [--only
-    NAME...]
+python benchmarks/gap_scoring.py [--tokens 8192] [--width 2048] [--vocabulary 151936] [--only
+NAME...]
 
 All rows of a table are of one run and get the same operands. Peers that this host lacks, or that do
-not run on it, are told as such. The reference is the float64 softmax of the float64 product of the
-operands, on a sample of the tokens.
+not run on it, are reported as such. The reference is the float64 softmax of the float64 product of
+the operands, on a sample of the tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logprobs ``(tokens,)``.
 
 
 def chunked(reduce: Callable[[Any, Any], Any], *, fp32: bool = False) -> Way:
-    """Blocks of 1,024 tokens over the whole vocabulary."""
+    """Blocks of 1,024 tokens over the complete vocabulary."""
 
     def way(hidden: Any, head: Any, tokens: Any) -> Any:
         out = []
@@ -160,7 +160,7 @@ def version_of(distribution: str) -> str:
 
 
 def timed(call: Callable[[], Any], runs: int) -> tuple[float, float, float, Any]:
-    """Median and least seconds, peak GiB beside the operands, and the result."""
+    """Median and least seconds, peak GiB in addition to the operands, and the result."""
     gpu = torch.cuda.is_available()
     sync = torch.cuda.synchronize if gpu else (lambda: None)
     for _ in range(3 if gpu else 1):
@@ -186,7 +186,7 @@ def row(name: str, call: Callable[[], Any], expected: Any, options: argparse.Nam
     try:
         with torch.no_grad():
             seconds, least, peak, result = timed(call, options.runs)
-    except Exception as error:  # noqa: BLE001 - a peer that does not run here is told, and the others still are
+    except Exception as error:  # noqa: BLE001 - a peer that does not run here is reported, and the others still are
         first = str(error).strip().splitlines()
         print(
             f"{name:48} did not run: {type(error).__name__}: {first[0][:100] if first else ''}",
@@ -221,8 +221,8 @@ def main() -> None:
     tokens = torch.randint(options.vocabulary, (options.tokens,), device=device)
     sample = slice(0, 128)
     exact = hidden[sample].double() @ head.double().t()
-    law = torch.log_softmax(exact, -1)
-    reference = law.gather(1, tokens[sample, None])[:, 0]
+    log_distribution = torch.log_softmax(exact, -1)
+    reference = log_distribution.gather(1, tokens[sample, None])[:, 0]
     where = torch.cuda.get_device_name() if gpu else "CPU"
     print(
         f"{where}, torch {torch.__version__}: {options.tokens} tokens, width {options.width},"
@@ -248,11 +248,11 @@ def main() -> None:
             options,
         )
     scores = score(hidden[sample], head, tokens[sample])
-    entropy = -(law.exp() * law).sum(-1)
+    entropy = -(log_distribution.exp() * log_distribution).sum(-1)
     print(f"entropy of ours: mean error {(scores.entropy.double() - entropy).abs().mean():.2e}")
     other = (hidden.float() * 1.01).to(kind)
     second = torch.log_softmax(other[sample].double() @ head.double().t(), -1)
-    kl = (law.exp() * (law - second)).sum(-1)
+    kl = (log_distribution.exp() * (log_distribution - second)).sum(-1)
     row("full-vocabulary KL of two heads", lambda: head_kl(hidden, head, other, head), kl, options)
 
 

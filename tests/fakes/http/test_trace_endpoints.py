@@ -1,4 +1,4 @@
-"""A served trace that is judged: requests and samples told to the server, calls attributed, and
+"""A served trace that is judged: requests and samples reported to the server, calls attributed, and
 `rollproof check` on what was written.
 """
 
