@@ -60,6 +60,7 @@ class Mesh:
             raise LayoutError(
                 f"vpp={self.vpp} needs pp > 1: model chunks alternate between pipeline ranks."
             )
+        # Megatron's ModelParallelConfig refuses it, too
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError(
                 "sequence_parallel=True needs tp > 1: rows are sliced over the tensor-parallel"

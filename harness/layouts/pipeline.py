@@ -184,6 +184,7 @@ def schedule_table(
             f"{microbatches} microbatches in groups of {group} over {vpp} chunks cannot be"
             " scheduled."
         )
+    # as Megatron's get_schedule_table: the last group may be smaller
     return tuple(
         (microbatch, chunk)
         for start in range(0, microbatches, size or 1)
@@ -207,6 +208,8 @@ def operations(
         )
     size = group or pp
     forward = schedule_table(microbatches, vpp, size if vpp > 1 else None)
+    # the same microbatches in the same order, through the chunks in reverse, as Megatron's
+    # get_model_chunk_id has it: the queues of a chunk stay first in, first out
     backward = [(microbatch, vpp - 1 - chunk) for microbatch, chunk in forward]
     # passes of the warm-up, as in Megatron's get_pp_rank_microbatches
     ahead = (pp - rank - 1) if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * size
