@@ -22,9 +22,9 @@ from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import (
     ABORTED,
     CLEAN,
+    ENDING,
     LAST,
     SYNCED,
-    TURNS,
     act,
     case,
     on_engine,
@@ -302,7 +302,13 @@ _LONG = (request(), request("r1", (31, 32, 33), max_tokens=16))
 _ALIKE = (request("r1", (31, 32, 33)), request("r10", (41, 42, 43)))
 _ABORT, _KILL = act(ActionKind.ABORT, 2), act(ActionKind.KILL, 4)
 
-_CUT_TURN = replace(TURNS, actions=(act(ActionKind.ABORT, 1),))
+# An abort in the first turn, and more room than any chat template takes.
+_CUT_TURN = case(
+    act(ActionKind.ABORT, 1),
+    model=ENDING,
+    requests=(request(max_tokens=100, turns=((21, 22), (23, 24))),),
+    seed=1,
+)
 
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(

@@ -106,7 +106,15 @@ class RequestView:
             self.observations,
             provenance,
             unrecorded_turns=open_ended,
+            turns=self._turns,
         )
+
+    @cached_property
+    def _turns(self) -> Sequence[tuple[int, ...]]:
+        """What the environment says, as the stack's limits leave it."""
+        limits = self.contract.limits
+        turns = self.request.turns
+        return turns if limits is None else [limits.cut_answer(words) for words in turns]
 
     @cached_property
     def segments(self) -> list[Attempt]:

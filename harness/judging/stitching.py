@@ -257,6 +257,7 @@ def stitch(
     provenance: Provenance,
     *,
     unrecorded_turns: bool = True,
+    turns: Sequence[tuple[int, ...]] = (),
 ) -> Stitched:
     """Fold the delivered replies of one request, in order of delivery, into the rollout that they
     make.
@@ -268,6 +269,9 @@ def stitch(
         provenance: Which of two captures of a row counts.
         unrecorded_turns: Whether tokens that a call adds after a natural end may be the
             environment's, if no observation was recorded.
+        turns: What the environment will say, if that is known. Tokens that a call adds after an
+            abort are the environment's if they hold its next words: the stack took the turn for
+            ended.
     """
     events: list[tuple[int, int, Any]] = [(item.index, 1, item) for item in observations]
     for attempt in attempts:
@@ -277,7 +281,8 @@ def stitch(
             events.append((reply.index, 2, attempt))
     # At the same index a call comes before an observation, and both before a reply.
     events.sort(key=_moment)
-    fold = _Fold(prompt_ids, provenance, implicit_turns=unrecorded_turns and not observations)
+    implicit = unrecorded_turns and not observations
+    fold = _Fold(prompt_ids, provenance, implicit, turns)
     for _, kind, item in events:
         if kind == 0:
             fold.call(item.number, item.call)
@@ -306,7 +311,11 @@ class _Fold:
     """The sequence as far as it is known, and its source."""
 
     def __init__(
-        self, prompt_ids: tuple[int, ...], provenance: Provenance, implicit_turns: bool
+        self,
+        prompt_ids: tuple[int, ...],
+        provenance: Provenance,
+        implicit_turns: bool,
+        turns: Sequence[tuple[int, ...]],
     ) -> None:
         self.sequence = prompt_ids
         self.base = len(prompt_ids)
@@ -319,6 +328,7 @@ class _Fold:
         self.broken: int | None = None
         self._provenance = provenance
         self._implicit = implicit_turns
+        self._turns = turns
         self.ended = False
         self._turn_start = self.base
 
@@ -328,7 +338,8 @@ class _Fold:
         agree = _common_prefix(sent, self.sequence)
         # Stacks that render tool output themselves record no Observation: what a call adds after a
         # natural end is the environment's turn.
-        turn = self._implicit and agree == delivered < len(sent) and self.finish in _TURN_ENDS
+        added = self._implicit and agree == delivered < len(sent)
+        turn = added and (self.finish in _TURN_ENDS or self._next_words_in(sent[delivered:]))
         ended = self.ended and not turn
         if turn:
             self.environment(sent[delivered:], recorded=False)
@@ -338,6 +349,13 @@ class _Fold:
             Step(
                 number, len(sent), delivered, agree, max(0, usable - self._turn_start), ended, turn
             )
+        )
+
+    def _next_words_in(self, token_ids: tuple[int, ...]) -> bool:
+        """Return whether ``token_ids`` hold what the environment says next."""
+        words = self._turns[len(self.answers)] if len(self.answers) < len(self._turns) else ()
+        return bool(words) and any(
+            token_ids[i : i + len(words)] == words for i in range(len(token_ids) - len(words) + 1)
         )
 
     def environment(self, token_ids: tuple[int, ...], *, recorded: bool = True) -> None:

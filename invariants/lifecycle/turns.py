@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["lifecycle_cut_turns_not_answered", "lifecycle_ended_turns_answered"]
 
 NO_TURNS = "the contract declares no turns of the environment (multi_turn)"
+_AMPLE = 64
+"""Tokens that are room enough for every chat template."""
 _UNFINISHED = (FinishReason.ABORT, FinishReason.ERROR)
 
 
@@ -141,14 +143,13 @@ def lifecycle_ended_turns_answered(view: RequestView, out: Collector) -> None:
         or any(attempt.consumed is None for attempt in view.attempts[last:])
     ):
         return
-    words = limits.cut_answer(turns[answered])
-    room = _room(view, delivered)
-    needed = len(words) + _around(view, delivered, limits)
-    if room is not None and room <= needed:
+    words = turns[answered]
+    room, around = _room(view, delivered), _around(view, limits, words)
+    if room is not None and room <= len(limits.cut_answer(words)) + (around or 0):
         out.exercised("conversations that the budget ended")
         return
-    if view.contract.answer_template and not answered:
-        # how many tokens the template adds shows only once it has added some
+    # What a template would take is not known before an answer shows it.
+    if room is not None and around is None and room <= len(words) + _AMPLE:
         return
     turn = [run for run in reference.runs if run.start >= _turn_start(delivered)]
     resumed = len([run for run in turn if run.attempt >= 0 and run.ids]) > 1
@@ -157,7 +158,8 @@ def lifecycle_ended_turns_answered(view: RequestView, out: Collector) -> None:
         " environment had an answer",
         kind="a rollout ended although the environment had an answer",
         expected=(
-            f"{count(len(words), 'token')} of the environment after call {last}, then another turn:"
+            f"{count(len(limits.cut_answer(words)), 'token')} of the environment after call {last},"
+            " then another turn:"
             f" {count(len(turns) - answered, 'answer')} left"
             + (", no budget" if room is None else f", {count(room, 'token')} of the budget left")
         ),
@@ -181,7 +183,7 @@ def _room(view: RequestView, delivered: Delivery) -> int | None:
     together, with the environment's tokens, under what the first call was granted, and of what the
     last call was. ``None`` without any limit.
     """
-    used = len(delivered.rollout.response_ids)
+    used = max(len(delivered.rollout.response_ids), len(delivered.reference.response_ids))
     limits, prompt = view.contract.limits or RolloutLimits(), len(view.request.prompt_ids)
     total = None if limits.total is None else limits.total - prompt
     first = view.attempts[0].call.max_tokens if limits.turn_tokens is None else None
@@ -195,15 +197,19 @@ def _room(view: RequestView, delivered: Delivery) -> int | None:
     return min(rooms, default=None)
 
 
-def _around(view: RequestView, delivered: Delivery, limits: RolloutLimits) -> int:
-    """Return how many tokens the stack put around an answer at most."""
-    return max(
-        (
-            len(answer.ids) - len(limits.cut_answer(words))
-            for words, answer in zip(view.request.turns, delivered.reference.answers, strict=False)
-        ),
-        default=0,
-    )
+def _around(view: RequestView, limits: RolloutLimits, words: tuple[int, ...]) -> int | None:
+    """Return how many tokens the stack puts around ``words``, ``None`` if earlier answers do not
+    show it: there was none, they differ in it, or none was cut as these words will be.
+    """
+    if view.contract.answer_template is False:
+        return 0
+    pairs = list(zip(view.request.turns, view.stitched.answers, strict=False))
+    sizes = {len(answer.ids) - len(limits.cut_answer(said)) for said, answer in pairs}
+    cut = {limits.cut_answer(said) != said for said, _ in pairs}
+    if len(sizes) != 1 or (limits.cut_answer(words) != words) not in cut:
+        return None
+    around = sizes.pop()
+    return around if around >= 0 else None
 
 
 def _turn_start(delivered: Delivery) -> int:

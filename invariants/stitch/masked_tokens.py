@@ -164,16 +164,17 @@ def _cut_turns(delivered: Delivery) -> list[tuple[int, int]]:
 
 def _older(stretch: Stretch, newest: Stretch | None, view: RequestView) -> bool:
     """Return whether newer weights were published since: before the sample's last token, or before
-    its delivery. Versions that are not known are not judged.
+    its delivery. A label that is not known may be older.
     """
     updates = view.history.updates
     current = [(update.version, update.label) for update in updates[-1:]]
     if newest is not None:
         current.append((newest.true, newest.shown))
+    # A stack goes by the labels that it is shown, whatever really sampled a token.
     return any(
-        (stretch.true is None or stretch.true != true)
-        if true is not None and stretch.true is not None
-        else stretch.shown is None or stretch.shown != label
+        (None not in (stretch.true, true) and stretch.true != true)
+        or stretch.shown is None
+        or stretch.shown != label
         for true, label in current
     )
 

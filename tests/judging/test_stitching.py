@@ -204,3 +204,59 @@ class TestExamples:
         history.reply(history.call(PROMPT, limit), (11, 12), "completed")
         history.call((*PROMPT, 11, 12))
         assert ended == history.stitch().steps[1].ended
+
+
+class TestAnswers:
+    """The environment's words, by the turn that they answer."""
+
+    def test_answers_name_the_end_that_they_follow(self) -> None:
+        """Two answers: one after a natural end, one after an abort."""
+        history = History()
+        history.reply(history.call(PROMPT), (11,), "stop")
+        history.observe(91, 92)
+        history.reply(history.call((*PROMPT, 11, 91, 92)), (12,), "abort")
+        history.observe(93)
+        history.reply(history.call((*PROMPT, 11, 91, 92, 12, 93)), (13,), "stop")
+        stitched = history.stitch()
+        assert [
+            (1, 3, (91, 92), 0, FinishReason.STOP, True),
+            (4, 5, (93,), 1, FinishReason.ABORT, True),
+        ] == [(a.start, a.end, a.ids, a.attempt, a.finish, a.recorded) for a in stitched.answers]
+        assert stitched.ended
+
+    def test_pieces_of_one_answer_are_joined(self) -> None:
+        """A separator that is recorded by itself belongs to the words after it."""
+        history = History()
+        history.reply(history.call(PROMPT), (11,), "stop")
+        history.observe(90)
+        history.observe(91, 92)
+        stitched = history.stitch()
+        assert [(90, 91, 92)] == [answer.ids for answer in stitched.answers]
+        assert not stitched.ended
+
+    def test_a_call_brings_an_answer(self) -> None:
+        """Without a record, what a call adds after a natural end is the environment's."""
+        history = History()
+        history.reply(history.call(PROMPT), (11,), "stop")
+        history.reply(history.call((*PROMPT, 11, 91)), (12,), "abort")
+        (answer,) = history.stitch().answers
+        assert ((91,), False) == (answer.ids, answer.recorded)
+
+    def test_known_words_may_follow_an_abort(self) -> None:
+        """A stack may take an aborted turn for ended: the words show it, other tokens do not."""
+        history = History()
+        history.reply(history.call(PROMPT), (11,), "abort")
+        history.reply(history.call((*PROMPT, 11, 90, 91)), (12,), "stop")
+        assert 1 == history.stitch().broken
+        assert 1 == history.stitch(turns=((92,),)).broken
+        stitched = history.stitch(turns=((91,),))
+        assert (None, [(90, 91)]) == (stitched.broken, [a.ids for a in stitched.answers])
+
+    def test_a_restart_forgets_answers(self) -> None:
+        """A call that starts again sends a part of an answer, or none of it."""
+        for sent, left in (((11, 91), [(91,)]), ((11,), []), ((), [])):
+            history = History()
+            history.reply(history.call(PROMPT), (11,), "stop")
+            history.observe(91, 92)
+            history.reply(history.call((*PROMPT, *sent)), (12,), "stop")
+            assert left == [answer.ids for answer in history.stitch().answers]

@@ -446,7 +446,8 @@ def _later_request(plan: _Plan) -> Iterator[Case]:
 def _turns(plan: _Plan) -> Iterator[Case]:
     """Let the policy end its turns early and the environment answer twice.
 
-    One abort or sync hits any turn, running or queued.
+    One abort or sync hits any turn, running or queued. The last cases leave ample room: whatever a
+    stack puts around an answer, the budget is no reason to end there.
     """
     if not plan.contract.multi_turn:
         return
@@ -472,6 +473,11 @@ def _turns(plan: _Plan) -> Iterator[Case]:
                 model=ending,
                 seed=plan.seed + seed,
             )
+    ample = replace(request, max_tokens=room + 128)
+    for actions in [(), (_act(ActionKind.ABORT, 1),)]:
+        yield plan.case(
+            prompt, room, actions, plan.modes[0], requests=(ample,), model=ending, seed=plan.seed
+        )
 
 
 _FAMILIES: Mapping[str, Family] = {

@@ -164,7 +164,26 @@ class TestResumePrompt:
             " 3 on" == finding.title
         )
         assert "rendered again" in finding.hint
+        assert "own sample" not in finding.hint
         assert {self.ID} == blamed(story)
+
+    def test_a_history_of_another_request_is_not_blamed_on_a_template(self) -> None:
+        """The call begins with the prompt of a request that is open at the same time."""
+        story = TraceScript()
+        story.submit("r1", prompt=(7, 8, 9))
+        story.submit()
+        story.reply(story.call((1, 2)), (11, 12, 13), "stop")
+        story.reply(story.call((7, 8, 9, 91), max_tokens=1), (21,), "stop").result((11, 12, 13))
+        hint = finds(self.ID, story).hint
+        assert "history of request r1" in hint
+        assert "rendered" not in hint
+
+    def test_a_window_is_not_blamed_on_a_template(self) -> None:
+        """The oldest tokens of the conversation were cut off."""
+        story = self._resume(2, 11, 12, 13, 91, reason="stop")
+        hint = finds(self.ID, story).hint
+        assert "oldest tokens were cut off" in hint
+        assert "rendered" not in hint
 
     def test_turns_are_counted_apart(self) -> None:
         """A call that brings the environment's words itself begins a turn."""
