@@ -201,9 +201,9 @@ class AsSampledLimits(AsSampled):
     options: ClassVar[ClientOptions] = ClientOptions(
         multi_turn=True,
         limits=RolloutLimits(
-            response=14,
+            response=9,
             length=17,
-            context=18,
+            context=17,
             turns=3,
             turn_tokens=6,
             answers_cut_turns=True,

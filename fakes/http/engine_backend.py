@@ -25,7 +25,7 @@ from rollproof.fakes.engine.inflight import InflightCall, Wire
 from rollproof.fakes.http.call_samples import CallAttribution, Samples
 from rollproof.fakes.http.connections import delivery_of
 from rollproof.fakes.http.fault_plan import FaultPlan, PlanProgress, WireFault, WireFaultKind
-from rollproof.fakes.http.request_body import BadRequest, header_of
+from rollproof.fakes.http.request_body import BadRequest, header_of, text_of
 from rollproof.fakes.http.serve_options import ServeOptions
 
 __all__ = ["OWNER_HEADER", "CallSpec", "EngineBackend"]
@@ -48,6 +48,7 @@ class CallSpec:
         routes_start: position of the first row of routes.
         prompt_logprobs: first token of the prompt that gets a logprob; -1: none.
         top_logprobs: alternatives for each token.
+        ids: whether the client speaks in token ids: it sent them, or requested them back.
     """
 
     prompt: tuple[int, ...]
@@ -59,6 +60,7 @@ class CallSpec:
     routes_start: int = 0
     prompt_logprobs: int = -1
     top_logprobs: int = 0
+    ids: bool = False
 
 
 class EngineBackend:
@@ -142,6 +144,12 @@ class EngineBackend:
             seed=options.seed,
             coding=policy.to_dict(),
         )
+
+    def shown_text(self, tokens: Sequence[int], *, ids: bool) -> str:
+        """Return the text of tokens: none for clients that get their ids, if the engine shows it so
+        (``EngineOptions.empty_text``).
+        """
+        return "" if ids and self.options.engine.empty_text else text_of(tokens)
 
     @property
     def vocab(self) -> int:

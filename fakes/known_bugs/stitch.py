@@ -12,7 +12,12 @@ from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Call
 from rollproof.core.limits import AnswerCut, RolloutLimits
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Scalar
-from rollproof.fakes.clients.reference_clients import AsSampled, ClientOptions, PartialSample
+from rollproof.fakes.clients.reference_clients import (
+    AsSampled,
+    AsSampledLimits,
+    ClientOptions,
+    PartialSample,
+)
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import InflightCall
@@ -103,6 +108,13 @@ class _ContextOffByOne(FakeEngine):
             # the first call has three prompt tokens: only later calls lose their last one
             queued.state = self.policy.start_state(call.prompt_ids[:-1])
         return queued
+
+
+class _AnswersCountedAsTurns(AsSampledLimits):
+    @property
+    def limits(self) -> RolloutLimits:
+        declared = super().limits
+        return replace(declared, turns=(declared.turns or 0) + 1)
 
 
 class _ToolOutputRetokenised(AsSampled):
@@ -343,6 +355,22 @@ BUGS: tuple[KnownBug, ...] = (
         make=_AsksAfterStop,
         cases=(case(model=ENDING, seed=1, requests=(request(max_tokens=7),)),),
         detected_by=("stitch.no-call-after-end",),
+    ),
+    KnownBug(
+        id="answers-counted-as-turns",
+        summary=(
+            "A limit on the turns of the model counts the environment's answers, so that a rollout"
+            " gets one turn more."
+        ),
+        refs=("cf. verl tool_agent_loop.py",),
+        make=_AnswersCountedAsTurns,
+        cases=(
+            case(
+                model=Model(eos_every=1),
+                requests=(request(max_tokens=14, turns=((21,),) * 4),),
+            ),
+        ),
+        detected_by=("stitch.limits-kept",),
     ),
     KnownBug(
         id="context-off-by-one",

@@ -97,7 +97,7 @@ class _TraceResults:
                 self.has_samples |= header.about != "rollouts"
                 judge, scenarios = (
                     Judge(header, self.tally, oracle_of(header)),
-                    situations_of(header.about),
+                    situations_of(header.about, header),
                 )
                 for event in events:
                     self.has_samples = self.has_samples or type(event) is Submit

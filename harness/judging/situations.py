@@ -7,9 +7,9 @@ occurred in the run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.base import Event
@@ -26,8 +26,12 @@ from rollproof.core.events.rollout import (
     Submit,
     Weights,
 )
-from rollproof.core.records import FinishReason, Version
+from rollproof.core.records import FinishReason, Request, Rollout, Version
 from rollproof.core.replay_contract import Recompute
+
+if TYPE_CHECKING:
+    from rollproof.core.limits import RolloutLimits
+    from rollproof.core.trace import Header
 
 __all__ = ["SITUATIONS", "ReplaySituationCounter", "SituationCounter"]
 
@@ -40,7 +44,13 @@ _FAULTS = {
     "death": "server deaths",
     "revive": "server revivals",
     "update-hung": "weight updates that hung",
+    "leave": "replicas that left the balancer",
+    "join": "replicas that joined the balancer again",
 }
+_LIMITS = ("response", "length", "context", "turns", "turn_tokens", "answer")
+_PLACES = {-1: "one below", 0: "at", 1: "one above"}
+_MANY = 64
+_DEEP = -32.0
 SITUATIONS = frozenset(
     (
         (
@@ -126,26 +136,74 @@ SITUATIONS = frozenset(
         ), (
             "failed weight updates"
         ),
+        (
+            "starts from a later weight version"
+        ), (
+            "logprobs below -32"
+        ), (
+            "logprobs of exactly 0"
+        ),
+        (
+            "prompts with the end token inside"
+        ), (
+            "responses with the end token inside"
+        ), (
+            "64 requests at once"
+        ), (
+            "requests aborted more than ten times"
+        ),
+        (
+            "weight transfers of several steps"
+        ), (
+            "pauses that take effect later"
+        ), (
+            "calls on a replica with older weights"
+        ), (
+            "resumes under older weights"
+        ),
+        (
+            "replies without routes"
+        ), (
+            "replies without logprobs"
+        ), (
+            "calls after a reply without routes"
+        ), (
+            "calls after a reply without logprobs"
+        ),
+        (
+            "turns cut with answers left"
+        ), (
+            "answers of the environment after a cut turn"
+        ), (
+            "replies without text over HTTP"
+        ),
+        *(
+            f"{name} limit, {place}" for name in _LIMITS for place in _PLACES.values()
+        ),
         "broken weight transfers", *_FAULTS.values(),
         *(f"pauses, mode {mode}" for mode in PauseMode),
     )
 )  # fmt: skip
 """The names of all situations of rollouts that are counted."""
 # Calls frozen by these pauses continue after the resume; an aborting pause ends them.
+_CUT = (FinishReason.LENGTH, FinishReason.ABORT)
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request that has not ended: its calls, and the versions that sampled a token of it, in
-    order.
+    """A request that has not ended: its calls, the versions that sampled a token of it, in order,
+    and how its last reply ended and what it lacked.
     """
 
+    request: Request
     calls: list[int] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
     aborted: bool = False
     aborts: int = 0
     turns: int = 0
+    reason: FinishReason | None = None
+    lacks: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -158,6 +216,7 @@ class _OpenCall:
     request: str
     server: str
     max_tokens: int | None
+    wants: tuple[str, ...] = ()
     admits: int = 0
     frozen: bool = False
 
@@ -171,9 +230,23 @@ class _Server:
 
 
 class SituationCounter:
-    """Counts the situations of one trace. Memory holds only open requests and calls."""
+    """Counts the situations of one trace. Memory holds only open requests and calls.
 
-    def __init__(self) -> None:
+    Some are only known from its ``header``: the end token, options of the engines, limits.
+    """
+
+    def __init__(self, header: Header | None = None) -> None:
+        coding: Mapping[str, Any] = (header.coding if header is not None else None) or {}
+        case: Mapping[str, Any] = (header.case if header is not None else None) or {}
+        engine: Mapping[str, Any] = case.get("engine") or {}
+        self._end_token: int | None = (
+            None if coding.get("eos_every") is None else coding.get("eos_id", 0)
+        )
+        self._slow_transfers = engine.get("transfer_steps", 1) > 1
+        self._empty_text = bool(engine.get("empty_text"))
+        self._slow_pauses = engine.get("pause_steps", 0) > 0
+        self._limits = header.contract.limits if header is not None else None
+        self._begun = False
         self._counts: dict[str, int] = {}
         self._requests: dict[str, _OpenRequest] = {}
         self._calls: dict[int, _OpenCall] = {}
@@ -217,16 +290,69 @@ class SituationCounter:
         self._add("requests")
         if self._requests:
             self._add("requests in parallel with others")
-        self._requests[event.request.request_id] = _OpenRequest()
+        request = event.request
+        self._requests[request.request_id] = _OpenRequest(request)
+        if len(self._requests) == _MANY:
+            self._add("64 requests at once")
+        if not self._begun:
+            self._begun = True
+            versions = [server.version for server in self._servers.values()]
+            if any(isinstance(version, int) and version > 0 for version in versions):
+                self._add("starts from a later weight version")
+        if self._end_token in request.prompt_ids:
+            self._add("prompts with the end token inside")
+        if self._limits is not None:
+            self._near_limits(request, self._limits)
+
+    def _near_limits(self, request: Request, limits: RolloutLimits) -> None:
+        """Count the limits that a request comes near, as it states its sizes."""
+        prompt, stated = len(request.prompt_ids), request.max_tokens
+        turns = len(request.turns) + 1
+        single = stated if turns == 1 else None
+        sizes: Mapping[str, list[int | None]] = {
+            "response": [single],
+            "length": [None if single is None else prompt + single],
+            "context": [None if single is None else prompt + single],
+            "turns": [turns if turns > 1 or limits.turns in (1, 2) else None],
+            "turn_tokens": [single],
+            "answer": [len(answer) for answer in request.turns],
+        }
+        for name in _LIMITS:
+            limit = getattr(limits, name)
+            for size in sizes[name] if limit is not None else ():
+                place = None if size is None else _PLACES.get(size - limit)
+                if place is not None:
+                    self._add(f"{name} limit, {place}")
+
+    def _near_response_limit(self, request: _OpenRequest, rollout: Rollout | None) -> None:
+        """Count a response of several turns by its length: the environment decides about it."""
+        response = self._limits.response if self._limits is not None else None
+        if response is None or rollout is None or not request.request.turns:
+            return
+        missing = response - len(rollout.response_ids)
+        if missing == 0 and request.turns < len(request.request.turns):
+            self._add("response limit, one above")
+        if missing in (0, 1):
+            self._add(f"response limit, {_PLACES[-missing]}")
 
     def _call(self, event: Call) -> None:
         self._add("engine calls")
-        self._calls[event.call_id] = _OpenCall(event.request_id, event.server_id, event.max_tokens)
+        wants = [
+            name
+            for name, wanted in (("routes", event.want_routes), ("logprobs", event.want_logprobs))
+            if wanted
+        ]
+        self._calls[event.call_id] = _OpenCall(
+            event.request_id, event.server_id, event.max_tokens, tuple(wants)
+        )
         self._server(event.server_id)
         request = self._requests.get(event.request_id)
         if request is None:
             return
         request.calls.append(event.call_id)
+        for name in request.lacks:
+            self._add(f"calls after a reply without {name}")
+        request.lacks = ()
         if request.aborted:
             self._add("resumes")
             request.aborted = False
@@ -240,11 +366,19 @@ class SituationCounter:
             self._servers[call.server].busy += 1
             if self._out_of_step:
                 self._add("calls while replicas were out of step")
+                if self._is_behind(self._servers[call.server].version):
+                    self._add("calls on a replica with older weights")
         else:
             # A second admission is a preemption, unless a pause froze the call and its KV was
             # dropped.
             self._add("prefills again after a pause" if call.frozen else "preemptions")
         call.frozen = False
+
+    def _is_behind(self, version: Version) -> bool:
+        return isinstance(version, int) and any(
+            isinstance(server.version, int) and server.version > version
+            for server in self._servers.values()
+        )
 
     def _reply(self, event: Reply) -> None:
         call = self._calls.pop(event.call_id, None)
@@ -261,16 +395,28 @@ class SituationCounter:
         self._add("tokens sampled", tokens)
         if not tokens:
             self._add("zero-token segments")
+        elif self._empty_text:
+            self._add("replies without text over HTTP")
         if output.cached_tokens:
             self._add("prefix-cache hits")
         if output.routes is not None:
             self._add("route rows", len(output.routes))
+        if output.logprobs is not None and len(output.logprobs):
+            self._add("logprobs below -32", int((output.logprobs < _DEEP).sum()))
+            self._add("logprobs of exactly 0", int((output.logprobs == 0).sum()))
         self._add(_ending(call, output.finish_reason, tokens))
+        lacks = tuple(name for name in call.wants if tokens and getattr(output, name) is None)
+        for name in lacks:
+            self._add(f"replies without {name}")
         request = self._requests.get(call.request)
         if request is not None and event.delivered and not event.duplicate:
+            request.lacks = lacks
             self._consume(request, event)
 
     def _consume(self, request: _OpenRequest, reply: Reply) -> None:
+        # an abort on the end token cut nothing
+        ended = self._end_token is not None and reply.output.token_ids[-1:] == (self._end_token,)
+        request.reason = FinishReason.STOP if ended else reply.output.finish_reason
         request.aborted = reply.output.finish_reason is FinishReason.ABORT
         request.aborts += request.aborted
         before, sampled = len(request.versions), 0
@@ -278,6 +424,8 @@ class SituationCounter:
         for span in reply.true_tokens if reply.true_tokens is not None else reply.output.spans:
             if span.end > span.start and span.version is not None:
                 sampled += 1
+                if _is_older(span.version, request.versions):
+                    self._add("resumes under older weights")
                 if span.version not in request.versions:
                     request.versions.append(span.version)
         if sampled > 1:
@@ -291,6 +439,8 @@ class SituationCounter:
 
     def _pause(self, event: Pause) -> None:
         self._add(f"pauses, mode {event.mode}")
+        if self._slow_pauses:
+            self._add("pauses that take effect later")
         if event.mode in _FREEZING:
             for call_id in event.progress or ():
                 call = self._calls.get(call_id)
@@ -310,6 +460,8 @@ class SituationCounter:
         self._out_of_step = len({server.version for server in self._servers.values()}) > 1
 
     def _update(self, event: Weights, server: _Server) -> None:
+        if self._slow_transfers:
+            self._add("weight transfers of several steps")
         if not self._requests:
             self._add("weight updates while idle")
         else:
@@ -325,6 +477,8 @@ class SituationCounter:
         request = self._requests.get(event.request_id)
         if request is not None:
             request.turns += 1
+            if request.reason in _CUT:
+                self._add("answers of the environment after a cut turn")
 
     def _fault(self, event: Fault) -> None:
         # With a server the fault is one broken transfer; without one the entire update failed.
@@ -363,8 +517,22 @@ class SituationCounter:
             self._add("multi-turn rollouts")
         if request.aborts > 1:
             self._add("requests aborted twice or more")
+        if request.aborts > 10:
+            self._add("requests aborted more than ten times")
+        if request.reason in _CUT and request.turns < len(request.request.turns):
+            self._add("turns cut with answers left")
+        self._near_response_limit(request, event.rollout)
+        if event.rollout is not None and self._end_token in event.rollout.response_ids[:-1]:
+            self._add("responses with the end token inside")
         if len(request.versions) > 2:
             self._add("rollouts across two or more updates")
+
+
+def _is_older(version: Version, before: list[Version]) -> bool:
+    """Return whether a version comes before one that sampled a token earlier."""
+    return isinstance(version, int) and any(
+        isinstance(earlier, int) and earlier > version for earlier in before
+    )
 
 
 class ReplaySituationCounter:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rollproof.core.events.base import Event
+from rollproof.core.trace import Header
 from rollproof.errors import UsageError
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.report import Canary, Report
@@ -48,14 +49,18 @@ def make_report(
     )
 
 
-def situations_of(kind: str) -> SituationCounter | ReplaySituationCounter:
-    """Return a counter of the situations that a trace of this kind of subject can show."""
-    return ReplaySituationCounter() if kind == "replay" else SituationCounter()
+def situations_of(
+    kind: str, header: Header | None = None
+) -> SituationCounter | ReplaySituationCounter:
+    """Return a counter of the situations that a trace of this kind of subject can show; some need
+    its ``header``.
+    """
+    return ReplaySituationCounter() if kind == "replay" else SituationCounter(header)
 
 
-def situations(events: Iterable[Event], kind: str) -> dict[str, int]:
-    """Return how often each situation arose among ``events``."""
-    counter = situations_of(kind)
+def situations(events: Iterable[Event], kind: str, header: Header | None = None) -> dict[str, int]:
+    """Return how often each situation arose among ``events``, of the trace with ``header``."""
+    counter = situations_of(kind, header)
     for event in events:
         counter.event(event)
     return dict(counter.counts)

@@ -338,7 +338,7 @@ class _Campaign:
         """Run and judge one case."""
         trace = self._trace(case)
         before = self.tally.kinds()
-        arisen = situations(trace.events, ROLLOUTS)
+        arisen = situations(trace.events, ROLLOUTS, trace.header)
         judge_events(trace.header, trace.events, self.tally)
         self.exercised.update(arisen)
         failed = {
@@ -433,7 +433,9 @@ class _Campaign:
             kinds = tally.kinds().get(result.id, {})
             if not result.otherwise:
                 return kinds
-            return self.ledger.unexplained(result.id, kinds, situations(trace.events, ROLLOUTS))
+            return self.ledger.unexplained(
+                result.id, kinds, situations(trace.events, ROLLOUTS, trace.header)
+            )
 
         def fails(case: Case) -> bool:
             if len(self.stuck) >= _STUCK:

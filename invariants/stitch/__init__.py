@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rollproof.invariants.stitch import attempts, budgets, environment, logprobs, masks, samples
+from rollproof.invariants.stitch import (
+    attempts,
+    budgets,
+    declared_limits,
+    environment,
+    logprobs,
+    masks,
+    samples,
+)
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -35,5 +43,6 @@ CHECKS: tuple[Check, ...] = (
     budgets.stitch_finish_length,
     budgets.stitch_zero_token_segments,
     budgets.stitch_budget_used,
+    declared_limits.stitch_limits_kept,
 )
 """The checks of the family, in the order of a report."""

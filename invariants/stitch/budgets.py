@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from rollproof.judging.stitching import Step
 
 __all__ = [
+    "overgranted",
     "stitch_budget_granted",
     "stitch_budget_total",
     "stitch_budget_used",
     "stitch_finish_length",
     "stitch_finish_reason",
     "stitch_zero_token_segments",
+    "turn_lengths",
 ]
 
 _NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
@@ -55,12 +57,12 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
         return
     # verl and slime had it: the resume loop passed max_tokens of the request to every call, so that
     # each abort made the rollout longer (verl #7207, slime #2260).
-    overgranted = _overgranted(view, budget)
+    excessive = overgranted(view, budget)
     out.exercised("first calls", min(1, len(view.attempts)))
     out.exercised("resuming calls", max(0, len(view.attempts) - 1))
-    if not overgranted:
+    if not excessive:
         return
-    step, attempt = overgranted[0]
+    step, attempt = excessive[0]
     left, grant = budget - step.spent, attempt.call.max_tokens
     title = (
         f"Call {step.attempt} states no budget, although {count(left, 'token')} of {budget} are"
@@ -87,14 +89,15 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
         expected=f"at most {budget} - {step.spent} already sampled = {left}",
         observed=(
             f"max_tokens={grant} in {call_name(attempt)}; too much in"
-            f" {share(len(overgranted), len(view.attempts), 'call')} of the request"
+            f" {share(len(excessive), len(view.attempts), 'call')} of the request"
         ),
         where=view.place(call=step.attempt, server=attempt.call.server_id),
         hint=hint,
     )
 
 
-def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
+def overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
+    """Return the calls that were granted more than was left of the budget."""
     pairs = [(step, view.attempts[step.attempt]) for step in view.stitched.steps]
     return [
         (step, attempt)
@@ -107,9 +110,9 @@ def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
     ]
 
 
-def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
+def _wasovergranted(view: RequestView, attempt: Attempt) -> bool:
     budget = view.request.budget
-    return budget is not None and any(other is attempt for _, other in _overgranted(view, budget))
+    return budget is not None and any(other is attempt for _, other in overgranted(view, budget))
 
 
 @request_check(
@@ -147,9 +150,9 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
             )
             return
     budget, reference = view.request.budget, view.stitched
-    if budget is None or reference.broken is not None or _overgranted(view, budget):
+    if budget is None or reference.broken is not None or overgranted(view, budget):
         return
-    longest = max(_turn_lengths(view), default=0)
+    longest = max(turn_lengths(view), default=0)
     if longest > budget:
         out.finding(
             f"The rollout holds {count(longest, 'sampled token')}, {longest - budget} more than its"
@@ -166,7 +169,7 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
         return
 
 
-def _turn_lengths(view: RequestView) -> list[int]:
+def turn_lengths(view: RequestView) -> list[int]:
     """Return the number of sampled tokens per turn."""
     lengths = [0]
     for run in view.stitched.runs:
@@ -290,7 +293,7 @@ def _exhausted(view: RequestView, delivered: Delivery) -> bool:
     the environment's tokens.
     """
     # A budget may be per turn or for all turns; both are checked.
-    lengths = _turn_lengths(view)
+    lengths = turn_lengths(view)
     longest = max(lengths[-1], sum(lengths), len(delivered.rollout.response_ids))
     return any(longest >= bound for bound in view.request.bounds)
 
@@ -365,7 +368,7 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
         return
     last = view.attempts[reference.last]
     reply = last.consumed
-    size = _turn_lengths(view)[-1]
+    size = turn_lengths(view)[-1]
     first = next((step for step in reversed(reference.steps) if step.spent == 0), None)
     # A stack's own lower cap that its first call was already granted is as good as a budget.
     cap = view.attempts[first.attempt].call.max_tokens if first is not None else None
@@ -444,7 +447,7 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
             budget_before is not None
             and budget_after is not None
             and budget_after < budget_before
-            and not _was_overgranted(view, before)
+            and not _wasovergranted(view, before)
         ):
             out.finding(
                 f"A reply without tokens changed the budget from {budget_before} to {budget_after}",

@@ -16,7 +16,6 @@ from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
 from rollproof.fakes.http.request_body import (
     BadRequest,
     field,
-    text_of,
     token_ids,
     words_of,
 )
@@ -166,6 +165,7 @@ def _call_spec(
     parameters.pop("max_new_tokens", None)
     parameters.pop("n", None)
     return CallSpec(
+        ids=body.get("text") is None,
         prompt=prompt,
         rid=rid,
         max_tokens=field(sampling, "max_new_tokens", int, DEFAULT_MAX_TOKENS),
@@ -284,7 +284,9 @@ def native_reply(
 ) -> dict[str, Any]:
     """Return the reply of ``/generate``, or the last event of a stream from token ``sent`` on."""
     body: dict[str, Any] = (
-        {"text": text_of(output.token_ids[sent:])} if backend.options.tokenizer else {}
+        {"text": backend.shown_text(output.token_ids[sent:], ids=spec.ids)}
+        if backend.options.tokenizer
+        else {}
     )
     body["output_ids"] = output.token_ids[sent:]
     meta = meta_of(spec, output, seconds, backend, sent=sent, stamped=stamped)
@@ -331,7 +333,9 @@ def native_chunk(
     meta["dp_rank"] = None
     if stamped:
         meta["response_sent_to_client_ts"] = time.time()
-    body: dict[str, Any] = {"text": text_of(shown)} if backend.options.tokenizer else {}
+    body: dict[str, Any] = (
+        {"text": backend.shown_text(shown, ids=spec.ids)} if backend.options.tokenizer else {}
+    )
     return {**body, "output_ids": shown, "meta_info": meta}
 
 

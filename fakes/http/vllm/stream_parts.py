@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from rollproof.core.records import EngineOutput
 from rollproof.fakes.http.engine_backend import EngineBackend
-from rollproof.fakes.http.request_body import text_of
 from rollproof.fakes.http.vllm import vllm_calls as replies
 from rollproof.fakes.http.vllm.vllm_calls import VllmRequest
 
@@ -81,7 +80,8 @@ class CompletionPart(Part):
             self._offsets[index] = offset + sum(map(len, flat["tokens"]))
         # if ids are returned, too, the prompt is not repeated as text
         words = [*(prompt or ()), *shown] if call.echo and not call.return_token_ids else shown
-        text = text_of(words) if output is not None else text_of(words) + " "
+        text = self.backend.shown_text(words, ids=call.return_token_ids)
+        text += " " if text and output is None else ""
         choice = {"index": index, "text": text, "logprobs": flat}
         choice |= {
             "finish_reason": None if output is None else replies.finish_of(output),
@@ -119,7 +119,8 @@ class ChatPart(Part):
         content = (
             None if call.top_logprobs is None else replies.chat_logprobs(call, tokens, logprobs)
         )
-        text = text_of(tokens) if output is not None else text_of(tokens) + " "
+        text = self.backend.shown_text(tokens, ids=call.return_token_ids)
+        text += " " if text and output is None else ""
         reason = None if output is None else replies.finish_of(output)
         choice = {
             "index": index,

@@ -213,7 +213,7 @@ def tokens_choice(
         else:  # 0.26 still had the form of chats here
             logprobs = placeholder_logprobs(output.token_ids, values)
     return {
-        **({"text": text_of(output.token_ids)} if call.text else {}),
+        **({"text": backend.shown_text(output.token_ids, ids=True)} if call.text else {}),
         "index": index,
         "finish_reason": finish_of(output),
         "stop_reason": None,
@@ -254,7 +254,7 @@ def completion_choice(
 ) -> dict[str, Any]:
     """Return a choice of ``/v1/completions``."""
     shown = 0 if call.only_echo else len(output.token_ids)
-    text = text_of(output.token_ids[:shown])
+    text = backend.shown_text(output.token_ids[:shown], ids=call.return_token_ids)
     logprobs = None
     if call.top_logprobs is not None and output.logprobs is not None:
         before = prompt if call.echo else ()
@@ -338,7 +338,7 @@ def chat_choice(
         "index": index,
         "message": {
             "role": "assistant",
-            "content": text_of(output.token_ids),
+            "content": backend.shown_text(output.token_ids, ids=call.return_token_ids),
             **blank,
             "reasoning": None,
         },

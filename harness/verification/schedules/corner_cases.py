@@ -153,7 +153,7 @@ def within_limits(case: Case, contract: Contract) -> Case | None:
             ),
             max_length=limits.total,
         )
-        if (own.budget or 1) < 1:
+        if own.budget is not None and own.budget < 1:
             return None
         requests.append(own)
     engine = replace(case.engine, max_length=limits.context or case.engine.max_length)
@@ -381,14 +381,26 @@ def _response_limit(corner: _Corner) -> Iterator[Case]:
         yield corner.case(requests=(request,))
         if response <= _SMALL:
             yield corner.case(_act(ActionKind.ABORT, response // 2), requests=(request,))
-    if corner.contract.multi_turn and response > 3:
-        # every turn is one token: the answer brings the response to two tokens below its limit,
-        # to one below, and to the limit itself
-        model = replace(corner.model, eos_every=1)
-        for missing in (3, 2, 1):
-            size = response - missing
-            if size > 0 and (limits.answer is None or size <= limits.answer):
-                yield corner.case(budget=response + 4, turns=(_tokens(size), (203,)), model=model)
+    # every turn is one token, and the answers bring the last turn to the limit
+    model = replace(corner.model, eos_every=1)
+    for size in _around(response):
+        answers = _answers(corner, size)
+        if answers:
+            yield corner.case(budget=response + 4, turns=(*answers, (203,)), model=model)
+
+
+def _answers(corner: _Corner, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the answers after which a response of turns of one token has ``size`` tokens with its
+    last turn; empty if the limits allow none.
+    """
+    limits = corner.limits
+    most = min((limits.turns or _SMALL) - 1, _SMALL) if corner.contract.multi_turn else 0
+    for count in range(1, most + 1):
+        tokens = size - count - 1
+        if count <= tokens <= count * (limits.answer or tokens):
+            share, rest = divmod(tokens, count)
+            return tuple(_tokens(share + (i < rest)) for i in range(count))
+    return ()
 
 
 def _total_limit(corner: _Corner) -> Iterator[Case]:
@@ -403,13 +415,11 @@ def _total_limit(corner: _Corner) -> Iterator[Case]:
     yield corner.case(requests=(unbounded,))
     yield corner.case(_act(ActionKind.ABORT, 1), requests=(unbounded,))
     yield corner.case(prompt=_tokens(total - 1), budget=2)
-    if corner.contract.multi_turn:
-        model = replace(corner.model, eos_every=1)
-        for missing in (2, 1, 0):
-            # one token of the first turn, and the answer up to the limit
-            size = total - len(_PROMPT) - 1 - missing
-            if 0 < size <= min(limits.answer or size, (limits.response or size + 1) - 1):
-                yield corner.case(budget=total, turns=(_tokens(size), (203,)), model=model)
+    model = replace(corner.model, eos_every=1)
+    for size in _around(total - len(_PROMPT)):
+        answers = _answers(corner, size)
+        if answers and size <= (limits.response or size):
+            yield corner.case(budget=total, turns=(*answers, (203,)), model=model)
 
 
 def _turn_limit(corner: _Corner) -> Iterator[Case]:

@@ -1,0 +1,385 @@
+"""Corner cases: each situation is met by every run, and a fault that only shows there is found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.core.case import ActionKind, Case
+from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.limits import RolloutLimits
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.core.subjects import SubjectFactory
+from rollproof.fakes.clients.reference_clients import (
+    AsSampled,
+    AsSampledLimits,
+    AsSampledTurns,
+    ClientOptions,
+    PartialSample,
+)
+from rollproof.invariants import default_registry
+from rollproof.verification.contract_probe import probe
+from rollproof.verification.reports import situations
+from rollproof.verification.rollouts import cases_for
+from rollproof.verification.runner import run_case
+from rollproof.verification.schedules import (
+    Scope,
+    corner_families,
+    small_scope,
+    within_limits,
+)
+from rollproof.verification.traces import judge
+from tests.verification.schedules.test_exhaustive import contract
+
+_REGISTRY = default_registry()
+_PLAIN = {
+    "starts from a later weight version",
+    "logprobs below -32",
+    "logprobs of exactly 0",
+    "prompts with the end token inside",
+    "64 requests at once",
+    "requests aborted more than ten times",
+    "weight transfers of several steps",
+    "pauses that take effect later",
+    "replicas that left the balancer",
+    "replicas that joined the balancer again",
+    "calls on a replica with older weights",
+    "resumes under older weights",
+    "replies without text over HTTP",
+}
+_TURNS = {"responses with the end token inside", "turns cut with answers left"}
+_LIMITED = {
+    "answers of the environment after a cut turn",
+    "replies without routes",
+    "replies without logprobs",
+    "calls after a reply without routes",
+    "calls after a reply without logprobs",
+    *(
+        f"{name} limit, {place}"
+        for name in ("response", "length", "context", "turns", "turn_tokens", "answer")
+        for place in ("one below", "at", "one above")
+    ),
+}
+
+
+def _probed(factory: SubjectFactory, flavour: str = "vllm") -> tuple[Contract, Any]:
+    ((_, declared, model),) = probe(factory, (flavour,))
+    return declared, model
+
+
+def _corners(factory: SubjectFactory, seed: int = 0) -> dict[str, list[Case]]:
+    declared, model = _probed(factory)
+    families = corner_families("vllm", declared, model=model, seed=seed)
+    return {name: list(cases) for name, cases in families}
+
+
+@pytest.mark.parametrize("seed", [0, 5, 1234567])
+@pytest.mark.parametrize(
+    ("factory", "expected"),
+    [
+        (AsSampled, _PLAIN),
+        (AsSampledTurns, _PLAIN | _TURNS),
+        (AsSampledLimits, _PLAIN | _TURNS | _LIMITED),
+    ],
+)
+def test_every_seed_meets_every_situation(
+    factory: SubjectFactory, expected: set[str], seed: int
+) -> None:
+    """Whatever the seed, the corner cases meet each situation that the contract allows, and no
+    check blames the reference.
+    """
+    met: Counter[str] = Counter()
+    for cases in _corners(factory, seed).values():
+        for case in cases:
+            trace = run_case(factory, case)
+            met.update(situations(trace.events, "rollouts", trace.header))
+            assert () == judge(trace, _REGISTRY).failed, case
+    assert set() == expected - set(met)
+
+
+def test_the_profile_pr_holds_every_corner_case() -> None:
+    """A run of ``pr`` has all of them, fitted to the contract, on each flavour."""
+    declared, model = _probed(AsSampled, "sglang")
+    held = {repr(case) for case in cases_for(AsSampled, profile="pr", seed=0, flavours=("sglang",))}
+    corners = [
+        case
+        for _, cases in corner_families("sglang", declared, model=model)
+        for case in cases
+        if case.clear_cache
+    ]
+    assert len(corners) > 30
+    assert [] == [case for case in corners if repr(case) not in held]
+
+
+def _actions(declared: Contract) -> set[ActionKind]:
+    return {
+        action.do
+        for _, cases in corner_families("vllm", declared)
+        for case in cases
+        for action in case.actions
+    }
+
+
+def test_what_a_contract_rules_out_is_not_made() -> None:
+    """No reply has gaps that a contract does not speak of, no replica lags behind a bound on
+    staleness, no request without turns gets answers, and no aborted request is aborted again where
+    nobody resumes it.
+    """
+    gaps = {ActionKind.DROP_LOGPROBS, ActionKind.DROP_ROUTES}
+    assert set() == gaps & _actions(contract(missing_logprobs="nan"))
+    assert {ActionKind.DROP_LOGPROBS} == gaps & _actions(
+        contract(missing_logprobs="nan", reply_gaps=True)
+    )
+    assert ActionKind.LAG in _actions(contract())
+    assert ActionKind.LAG not in _actions(contract(max_staleness=1))
+    families = dict(corner_families("vllm", contract("none")))
+    assert [] == list(families["cut turns"])
+    assert [] == [
+        case
+        for case in families["many aborts"]
+        if any(action.do is ActionKind.ABORT for action in case.actions)
+    ]
+
+
+def test_a_prompt_beyond_the_limits_makes_no_case() -> None:
+    """Every case gets the declared limits, and one whose prompt leaves no room is left out."""
+    declared = contract(limits=RolloutLimits(response=4, length=9, context=8))
+    short, long = (
+        Case(flavour="vllm", requests=(Request(request_id="r0", prompt_ids=tuple(range(1, n))),))
+        for n in (5, 9)
+    )
+    fitted = within_limits(short, declared)
+
+    assert fitted is not None
+    assert (4, 8, 4) == (
+        fitted.requests[0].limit,
+        fitted.requests[0].max_length,
+        fitted.requests[0].budget,
+    )
+    assert 8 == fitted.engine.max_length
+    assert within_limits(long, declared) is None
+    assert short == within_limits(short, contract())
+
+
+def _limited(**limits: Any) -> type[AsSampled]:
+    class Limited(AsSampledTurns):
+        options = ClientOptions(multi_turn=True, limits=RolloutLimits(**limits))
+
+    return Limited
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"response": 1},
+        {"response": 5000},
+        {"response": 100_000},
+        {"length": 2},
+        {"length": 20_000},
+        {"context": 30_000},
+        {"length": 40, "context": 40, "response": 10},
+        {"turns": 1},
+        {"turns": 200},
+        {"turn_tokens": 1},
+        {"turn_tokens": 3, "answers_cut_turns": True},
+        {"answer": 1},
+        {"answer": 9000, "answer_keeps": "both"},
+        {"response": 7, "length": 11, "turns": 2, "turn_tokens": 3, "answer": 2},
+    ],
+    ids=str,
+)
+def test_limits_of_any_size_are_met(limits: dict[str, Any]) -> None:
+    """A correct client is clean around limits of any size, and each is met from below, at the limit
+    and from above where it is above one.
+    """
+    factory = _limited(**limits)
+    met: Counter[str] = Counter()
+    for case in _corners(factory)["declared limits"]:
+        trace = run_case(factory, case)
+        met.update(situations(trace.events, "rollouts", trace.header))
+        assert () == judge(trace, _REGISTRY).failed, case
+    assert met
+
+
+# Faults that show in one family alone
+
+
+class _CountsFromZero(AsSampled):
+    """Numbers the weights itself, from 0."""
+
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
+        first = self.fleet.case.first_version
+        sample.labels = [
+            label - first if isinstance(label, int) else label for label in sample.labels
+        ]
+        return super().version_tags(sample)
+
+
+class _ClampsLogprobs(AsSampled):
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
+        logprobs = None if output.logprobs is None else np.maximum(output.logprobs, -20.0)
+        super().merge_logprobs(sample, replace(output, logprobs=logprobs))
+
+
+class _TakesZeroForMissing(AsSampled):
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
+        assert output.logprobs is not None
+        logprobs = np.where(output.logprobs == 0.0, np.nan, output.logprobs)
+        super().merge_logprobs(sample, replace(output, logprobs=logprobs))
+
+
+class _StripsPadding(AsSampled):
+    """Pads prompts with 0, and strips every 0 again."""
+
+    def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
+        prompt = tuple(token for token in sample.request.prompt_ids if token != 0)
+        return (*prompt, *sample.response)
+
+
+class _HasFewSlots(AsSampled):
+    """Numbers its running samples modulo 32."""
+
+    def start(self, fleet: Any) -> None:
+        super().start(fleet)
+        self.slots: dict[int, PartialSample] = {}
+
+    def finished(self, sample: PartialSample) -> Rollout:
+        done = super().finished(sample)
+        number = int(sample.request.request_id[1:])
+        other = self.slots.setdefault(number % 32, sample)
+        return done if other is sample else replace(done, response_ids=tuple(other.response))
+
+
+class _GivesUpAfterTen(AsSampled):
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
+        reason = super().finish_reason(sample, output)
+        return FinishReason.LENGTH if sample.attempts > 10 else reason
+
+
+class _ResetsBeforeThePause(AsSampled):
+    async def update_weights(self, version: int | None) -> None:
+        true = self.fleet.weights_of(version)
+        for server in self.fleet.servers.values():
+            if server.alive:
+                server.reset_prefix_cache()
+                await server.pause(self.fleet.pause_mode, False)
+                await server.load(true, version)
+                await server.resume()
+
+
+class _WaitsOneStep(AsSampled):
+    """Gives a transfer one step, whatever it takes."""
+
+    async def update_weights(self, version: int | None) -> None:
+        true = self.fleet.weights_of(version)
+        live = [server for server in self.fleet.servers.values() if server.alive]
+        for server in live:
+            await server.pause(PauseMode.ABORT)
+        loads = [asyncio.ensure_future(server.load(true, version)) for server in live]
+        await asyncio.wait(loads, timeout=1.5)
+        for server in live:
+            await server.resume()
+        await asyncio.gather(*loads)
+
+
+class _TakesVersionsForSorted(AsSampled):
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
+        labels = [label for label in sample.labels if label is not None]
+        if not labels:
+            return super().version_tags(sample)
+        return {"min_version": labels[0], "max_version": labels[-1]}
+
+
+class _FailsWithoutItsReplica(AsSampled):
+    def acquire(self, sample: PartialSample, avoid: list[str]) -> str:
+        if self.fleet.balancer.left:
+            raise LookupError("a replica is gone")
+        return super().acquire(sample, avoid)
+
+
+class _FillsZeros(AsSampledLimits):
+    """Fills 0.0 where the engine returned no logprob, and trains on it."""
+
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
+        if output.logprobs is None:
+            output = replace(output, logprobs=np.zeros(len(output.token_ids)))
+        super().merge_logprobs(sample, output)
+
+
+class _DropsRows(AsSampledLimits):
+    """Has no rows where a reply has none."""
+
+    def with_filler(self, sample: PartialSample) -> Any:
+        return sample.rows
+
+
+class _ForgetsTheLength(AsSampledLimits):
+    """Counts a limit of prompt and response together as one of the response."""
+
+    def next_budget(self, sample: PartialSample) -> int | None:
+        request = replace(sample.request, max_length=None)
+        left = (request.budget or 9) - len(sample.response)
+        return min(left, 6 - sample.turn_sampled)
+
+
+class _CutsTheOtherSide(AsSampledLimits):
+    """Keeps the beginning of a long answer, where the contract says the end."""
+
+    def next_turn(self, sample: PartialSample) -> bool:
+        answers = tuple(answer[:4] for answer in sample.request.turns)
+        sample.request = replace(sample.request, turns=answers)
+        return super().next_turn(sample)
+
+
+class _TakesAnotherTurn(AsSampledLimits):
+    """Counts answers where the limit counts turns of the model."""
+
+    @property
+    def limits(self) -> RolloutLimits:
+        return replace(super().limits, turns=4)
+
+
+def _blamed(factory: SubjectFactory, cases: Iterator[Case]) -> set[str]:
+    return {check for case in cases for check in judge(run_case(factory, case), _REGISTRY).failed}
+
+
+@pytest.mark.parametrize(
+    ("factory", "family", "check"),
+    [
+        (_CountsFromZero, "a later first version", "versions.published"),
+        (_ClampsLogprobs, "wide logprobs", "stitch.logprobs-paired"),
+        (_TakesZeroForMissing, "wide logprobs", "stitch.logprobs-present"),
+        (_StripsPadding, "end token inside", "stitch.resume-prompt"),
+        (_HasFewSlots, "many requests", "stitch.tokens"),
+        (_GivesUpAfterTen, "many aborts", "stitch.finish-length"),
+        (_ResetsBeforeThePause, "slow updates", "weights.no-stale-cache"),
+        (_WaitsOneStep, "slow updates", "weights.no-stale-cache"),
+        (_TakesVersionsForSorted, "balancing", "versions.min-max"),
+        (_FailsWithoutItsReplica, "balancing", "lifecycle.no-error-without-fault"),
+        (_FillsZeros, "replies with gaps", "stitch.logprobs-missing"),
+        (_DropsRows, "replies with gaps", "routes.rows"),
+        (_ForgetsTheLength, "declared limits", "stitch.budget-granted"),
+        (_CutsTheOtherSide, "declared limits", "stitch.environment-tokens"),
+        (_TakesAnotherTurn, "declared limits", "stitch.limits-kept"),
+    ],
+)
+def test_a_fault_that_shows_in_one_situation_is_found(
+    factory: SubjectFactory, family: str, check: str
+) -> None:
+    """The family finds the fault, and the small scope does not."""
+    declared, model = _probed(factory)
+    scope = Scope(response=3, actions=1, side_actions=1, side_response=3)
+    small = (
+        within_limits(case, declared)
+        for case in small_scope("vllm", declared, scope=scope, model=model)
+        if case.clear_cache
+    )
+    assert check in _blamed(factory, iter(_corners(factory)[family]))
+    assert check not in _blamed(factory, (case for case in small if case is not None))
