@@ -318,9 +318,9 @@ class SituationCounter:
             "answer": [len(answer) for answer in request.turns],
         }
         for name in _LIMITS:
-            limit = getattr(limits, name)
-            for size in sizes[name] if limit is not None else ():
-                place = None if size is None else _PLACES.get(size - limit)
+            limit: int | None = getattr(limits, name)
+            for size in sizes[name]:
+                place = None if size is None or limit is None else _PLACES.get(size - limit)
                 if place is not None:
                     self._add(f"{name} limit, {place}")
 

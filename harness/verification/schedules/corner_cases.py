@@ -75,7 +75,7 @@ class _Corner:
         request = Request(
             request_id="r0", prompt_ids=prompt, max_tokens=budget or self.budget, turns=turns
         )
-        fields = {
+        fields: dict[str, Any] = {
             "flavour": self.flavour,
             "requests": (request,),
             "actions": actions,
@@ -270,7 +270,12 @@ def _slow_updates(corner: _Corner) -> Iterator[Case]:
         Request(request_id="r0", prompt_ids=_PROMPT, max_tokens=corner.budget),
         Request(request_id="r1", prompt_ids=(31, 32, 33), max_tokens=corner.budget),
     )
-    during = {"requests": arriving, "arrivals": (0.0, half + 2.5), "engine": _SLOW, "servers": 2}
+    during: dict[str, Any] = {
+        "requests": arriving,
+        "arrivals": (0.0, half + 2.5),
+        "engine": _SLOW,
+        "servers": 2,
+    }
     for kind in (
         ActionKind.SYNC,
         ActionKind.SYNC_UNLABELLED,
@@ -302,7 +307,7 @@ def _balancing(corner: _Corner) -> Iterator[Case]:
         Request(request_id="r0", prompt_ids=_PROMPT, max_tokens=corner.budget),
         later,
     )
-    pair = {"requests": both, "arrivals": (0.0, 15.0), "servers": 2}
+    pair: dict[str, Any] = {"requests": both, "arrivals": (0.0, 15.0), "servers": 2}
     leaves = _act(ActionKind.LEAVE, half, server="s0", steps=30)
     yield corner.case(leaves, _act(ActionKind.ABORT, half), **pair)
     yield corner.case(replace(leaves, steps=2), _act(ActionKind.ABORT, corner.budget - 1), **pair)
