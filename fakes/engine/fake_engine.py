@@ -21,7 +21,6 @@ from rollproof.core.engine_contract import PauseMode, Refusal
 from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume, Weights
 from rollproof.core.records import EngineOutput, FinishReason, Scalar, Version, as_tokens
 from rollproof.core.trace import Recorder
-from rollproof.fakes.coded.hashing import MASK, STEP
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import (
     BadCall,
@@ -31,7 +30,7 @@ from rollproof.fakes.engine.exceptions import (
     TransferFailed,
 )
 from rollproof.fakes.engine.flavours import Flavour, PausedCalls
-from rollproof.fakes.engine.inflight import InflightCall, Wire
+from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire
 from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
 from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
@@ -145,7 +144,7 @@ class FakeEngine:
             routes_start: first row to return, if the flavour has that option; else it is ignored,
                 and the output says 0.
             ends: tokens that end the call; ``None``: the model's own end token, if it has one.
-            draw: number of the sample; each samples other tokens.
+            draw: number of the sample; each draws another first token.
             wire: the connection to the caller; ``None`` for a call within the program.
 
         Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` if the flavour
@@ -183,8 +182,7 @@ class FakeEngine:
         if ends is not None:
             queued.ends = ends
         if draw:
-            total, length_so_far = queued.state
-            queued.state = ((total + draw * STEP) & MASK, length_so_far)
+            queued.draw = FirstDraw(seed=draw)
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:

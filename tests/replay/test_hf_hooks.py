@@ -27,7 +27,7 @@ from rollproof.replay.hf.hf_replay_trainer import HfTrainer  # noqa: E402
 from rollproof.replay.hf.hf_setups import Setup  # noqa: E402
 from rollproof.replay.hf.model_families import tiny_model  # noqa: E402
 from rollproof.replay.hf.router_formulas import FORMULAS  # noqa: E402
-from rollproof.replay.hf.router_watch import last_forward_hook  # noqa: E402
+from rollproof.replay.router_hooks import last_forward_hook  # noqa: E402
 from rollproof.verification.traces import judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(

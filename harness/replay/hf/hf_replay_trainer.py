@@ -27,9 +27,9 @@ from rollproof.replay.hf.inputs import Inputs, lay_out
 from rollproof.replay.hf.model_families import DENSE, FAMILIES, REFUSED, VOCAB, tiny_model
 from rollproof.replay.hf.passes import hf_record, hf_replay
 from rollproof.replay.hf.router_formulas import fixed_selection
-from rollproof.replay.hf.router_watch import last_forward_hook
 from rollproof.replay.hf.routers import find_routers
 from rollproof.replay.hf.varlen_attention import use_varlen
+from rollproof.replay.router_hooks import last_forward_hook
 
 __all__ = ["HfTrainer", "Replay", "contract_of", "loss_of"]
 

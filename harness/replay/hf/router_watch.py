@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from rollproof.core.router_spy import Spy
 from rollproof.replay.hf.routers import Routers
 from rollproof.replay.hf.topk import executed_ids
+from rollproof.replay.router_hooks import last_forward_hook
 
-__all__ = ["last_forward_hook", "watched"]
+__all__ = ["watched"]
 
 
 @contextmanager
@@ -35,21 +34,3 @@ def watched(routers: Routers, spy: Spy, tokens: Any, *, model: str = "policy") -
         for router in routers.all:
             hooks.enter_context(last_forward_hook(router.module, partial(report, router)))
         yield
-
-
-@contextmanager
-def last_forward_hook(module: nn.Module, hook: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Call ``hook(module, inputs, output)`` after every other forward hook of ``module``."""
-    # torch calls hooks in the order of their registration, and code under test registers its own
-    # after an observer (SkyRL#1772 replaces the router's output in a hook)
-    handle = module.register_forward_hook(hook)
-
-    def move_to_end(_module: nn.Module, _inputs: Any) -> None:
-        module._forward_hooks.move_to_end(handle.id)
-
-    before = module.register_forward_pre_hook(move_to_end)
-    try:
-        yield
-    finally:
-        before.remove()
-        handle.remove()

@@ -19,6 +19,7 @@ from rollproof.layouts.mesh import Rank
 from rollproof.replay.megatron.megatron_model import Chunks
 from rollproof.replay.megatron.megatron_setups import MegatronSetup
 from rollproof.replay.megatron.microbatches import Batch, batches
+from rollproof.replay.router_hooks import last_forward_hook
 
 __all__ = ["Answer", "Job", "Recorded", "ReplayCode", "Run"]
 
@@ -121,13 +122,13 @@ class Run:
         routers = (
             [item for routers in self.chunks.routers for item in routers.items()] if watch else []
         )
-        hooks = [router.register_forward_hook(self._watch(layer)) for layer, router in routers]
         try:
-            self._schedule()
+            with ExitStack() as hooks:
+                for layer, router in routers:
+                    hooks.enter_context(last_forward_hook(router, self._watch(layer)))
+                self._schedule()
             done = True
         finally:
-            for hook in hooks:
-                hook.remove()
             if self.step.action is not Action.OFF:
                 self.code.end(self, done=done)
         if self.step.backward:
