@@ -21,7 +21,7 @@ from rollproof.judging.report import Interrupted, Report
 from rollproof.pytest_plugin.decorators import Conformance, check_profile
 from rollproof.pytest_plugin.session_state import State
 from rollproof.pytest_plugin.suite_spec import Suite
-from rollproof.reporting.text import check_lines, text_of
+from rollproof.reporting.text import KINDS, check_lines, text_of
 from rollproof.verification.argument_checks import as_seed
 from rollproof.verification.counterexamples import delete_counterexamples
 from rollproof.verification.expected_failures import ExpectedFailures
@@ -75,17 +75,18 @@ def run_item(item: pytest.Function, state: State) -> None:
     result = next(result for result in report.results if result.id == check_id)
     # For JUnit files, and for the plugin, which lists an unknown verdict as UNKNOWN.
     item.user_properties.append(("rollproof_verdict", str(result.verdict)))
-    _raise_outcome(result, report, state)
+    verbose = item.config.get_verbosity() > 0
+    _raise_outcome(result, report, state, verbose=verbose)
     item.funcargs["check"] = result
 
 
-def _raise_outcome(result: CheckResult, report: Report, state: State) -> None:
+def _raise_outcome(result: CheckResult, report: Report, state: State, *, verbose: bool) -> None:
     """End the item by its verdict, unless the check passed as it should."""
     reason = report.expected.get(result.id)
     if result.verdict is Verdict.FAIL:
         if reason is not None and not result.otherwise:
             pytest.xfail(reason)
-        pytest.fail(_failure_text(result, report), pytrace=False)
+        pytest.fail(_failure_text(result, report, verbose=verbose), pytrace=False)
     # Strict like xfail_strict; an unknown check has shown nothing, so its entry stays.
     if reason is not None and result.verdict is not Verdict.UNKNOWN and not state.settings.accept:
         pytest.fail(
@@ -106,12 +107,10 @@ def _raise_outcome(result: CheckResult, report: Report, state: State) -> None:
         )
 
 
-def _failure_text(result: CheckResult, report: Report) -> str:
+def _failure_text(result: CheckResult, report: Report, *, verbose: bool) -> str:
     data = next(check for check in report.to_dict()["checks"] if check["id"] == result.id)
-    return (
-        f"{result.check.promise}\n{report.subject} does not keep this"
-        f" promise:\n{text_of(check_lines(data))}"
-    )
+    lines = text_of(check_lines(data, findings=None if verbose else KINDS, option="-v"))
+    return f"{result.check.promise}\n{report.subject} does not keep this promise:\n{lines}"
 
 
 def _report(state: State, suite: Suite, config: pytest.Config) -> Report:

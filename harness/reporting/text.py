@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 __all__ = [
+    "KINDS",
     "NOT_EXERCISED",
     "Line",
     "Style",
@@ -123,9 +124,8 @@ def report_lines(
             continue
         for check in checks:
             if check not in idle:
-                yield from check_lines(
-                    check, findings=0 if verdict == "expected fail" and not verbose else shown_kinds
-                )
+                known = verdict == "expected fail" and not verbose
+                yield from check_lines(check, findings=0 if known else shown_kinds, option="-v")
         if idle:
             yield (
                 Style.DOUBT,
@@ -170,9 +170,13 @@ def summary_text(report: Mapping[str, Any]) -> str:
     return f"{_checks(sum(summary.values()))}: {', '.join(parts)}"
 
 
-def check_lines(check: Mapping[str, Any], *, findings: int | None = KINDS) -> Iterator[Line]:
+def check_lines(
+    check: Mapping[str, Any], *, findings: int | None = KINDS, option: str = ""
+) -> Iterator[Line]:
     """Yield one check: verdict, id and reason, then one finding each of its first ``findings``
     kinds (``None``: of every kind).
+
+    ``option`` is what the reader can add to see the other kinds, if there is anything.
     """
     word, style = _VERDICTS[check["verdict"]]
     # The reason of a failure is the number of its findings, which are shown below.
@@ -196,7 +200,8 @@ def check_lines(check: Mapping[str, Any], *, findings: int | None = KINDS) -> It
     if more > 0 and shown:
         others = max(len(check.get("kinds", ())), len(one_each)) - len(shown)
         kinds = f", of {others} other kind{'s' if others > 1 else ''} too" if others > 0 else ""
-        hint = " (-v shows one of each kind)" if len(one_each) > len(shown) else ""
+        hidden = len(one_each) > len(shown)
+        hint = f" ({option} shows one of each kind)" if option and hidden else ""
         rest = f"{more:,} more finding{'s' if more > 1 else ''}"
         yield Style.FAINT, f"     ... and {rest} of this check{kinds}{hint}"
 

@@ -23,13 +23,21 @@ def healthy(
     length: int = 100,
     profile: str = "moe-bf16",
     factor: float = 1.0,
+    update: float | None = None,
     **columns: Any,
 ) -> GapReport:
+    """A gap without a fault. ``update`` is the size of a weight update that arrived: the previous
+    weights are scored too.
+    """
     rng = np.random.default_rng(seed)
     rollout = sampled(rng, sequences * length).reshape(sequences, length)
     trainer = closed_form(
         rollout, factor * noise_scale(PROFILES[profile], sequences, length, rng), rng
     )
+    if update is not None:
+        moved = rng.standard_normal((sequences, 1)) + rng.standard_normal(rollout.shape)
+        previous = trainer - update * (1 - np.exp(rollout)) * moved
+        columns["previous_logprob"] = np.minimum(previous, 0.0).ravel()
     given = {
         "sequence_id": np.arange(rollout.size) // length,
         "mask": np.ones(rollout.size),
@@ -54,8 +62,31 @@ def test_few_tokens_name_nothing(sequences: int, length: int) -> None:
             "rollout_routes": routes,
             "trainer_routes": routes,
             "version": np.full(len(routes), 2),
+            "groups": {"kind": rng.integers(3, size=len(routes))},
+            "pack_index": np.arange(len(routes)) // length % 2,
         }
-        assert noted(healthy(seed, sequences, length, **more)) <= FAULTLESS
+        assert noted(healthy(seed, sequences, length, update=0.1, **more)) <= FAULTLESS
+
+
+@pytest.mark.parametrize("profile", ["dense-bf16", "moe-bf16", "moe-fp8"])
+def test_updates_packs_groups_and_ends_of_healthy_runs_name_nothing(profile: str) -> None:
+    """Rows of several sequences, three labels, and updates of any size that arrived: 8 draws
+    each.
+    """
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        groups = {f"label {i}": np.repeat(rng.integers(4, size=48), 100) for i in range(3)}
+        report = healthy(
+            seed,
+            48,
+            100,
+            profile,
+            update=(0.02, 0.1, 0.4)[seed % 3],
+            replica=np.repeat(rng.integers(3, size=48), 100),
+            pack_index=np.repeat(np.arange(48) % 4, 100),
+            groups=groups,
+        )
+        assert noted(report) <= FAULTLESS
 
 
 @pytest.mark.parametrize("profile", ["moe-bf16", "moe-fp8", "agentic-stale"])

@@ -43,6 +43,21 @@ def test_verdicts_become_outcomes(fake_runs: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "shown", "more"),
+    [((), 3, "2 more findings of this check, of 2 other kinds too (-v shows"), (("-v",), 5, "")],
+)
+def test_a_failure_shows_one_finding_a_kind(
+    fake_runs: pytest.Pytester, options: tuple[str, ...], shown: int, more: str
+) -> None:
+    """Three kinds of findings, and a count of the others; with -v one finding of every kind."""
+    fake_runs.makepyfile(suite(stitch_a="fail") + "\nMyStack.kinds = 5\n")
+    text = str(fake_runs.runpytest_inprocess(*options).stdout)
+
+    assert shown == text.count(". Title of stitch.a")
+    assert more in text and ("more findings" in text) == bool(more)
+
+
 def test_unknown_alone_fails_the_session(fake_runs: pytest.Pytester) -> None:
     """No failure, one unknown verdict: the exit code is not 0, and the summary names it."""
     fake_runs.makepyfile(suite(stitch_b="unknown"))

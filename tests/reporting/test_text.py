@@ -266,6 +266,13 @@ def test_a_few_kinds_are_shown_unless_all_are_asked_for() -> None:
     assert "    ... and 4 more findings of this check\n" in long
 
 
+def test_only_an_option_that_there_is_is_advised() -> None:
+    """An error of a recording has no -v: the other kinds are counted alone."""
+    text = text_of(check_lines(failing("a", "b", "c", "d", "e", found=9)))
+
+    assert text.endswith("... and 6 more findings of this check, of 2 other kinds too")
+
+
 def test_a_kind_that_no_finding_shows_is_counted() -> None:
     """Of a kind that was only counted -v shows nothing more, and is not advised."""
     text = text_of(check_lines(failing("a", found=3, kinds={"a": 1, "b": 2})))

@@ -53,7 +53,8 @@ def run(
         profile=profile,
         seed=seed,
         results=tuple(
-            _result(check, Verdict(verdicts.get(check.id, "pass"))) for check in registry
+            _result(check, Verdict(verdicts.get(check.id, "pass")), getattr(factory, "kinds", 1))
+            for check in registry
         ),
         exercised={"aborts mid-decode": 7},
         canary=Canary(planted="a row repeated", expected_by="routes.c", red=True),
@@ -66,14 +67,18 @@ def run(
     )
 
 
-def _result(check: Any, verdict: Verdict) -> CheckResult:
-    finding = Finding(
-        check_id=check.id,
-        title=f"Title of {check.id}",
-        expected="9 rows",
-        observed="16 rows",
-        where={"request": "r0"},
-        hint="Keep them.",
+def _result(check: Any, verdict: Verdict, kinds: int) -> CheckResult:
+    findings = tuple(
+        Finding(
+            check_id=check.id,
+            title=f"Title of {check.id}",
+            expected="9 rows",
+            observed="16 rows",
+            where={"request": "r0"},
+            hint="Keep them.",
+            kind=f"kind {number}",
+        )
+        for number in range(kinds)
     )
     return CheckResult(
         check=check,
@@ -84,8 +89,8 @@ def _result(check: Any, verdict: Verdict) -> CheckResult:
             "not applicable": "no routes",
         }.get(verdict, ""),
         exercised={"events": 3} if verdict in ("pass", "fail") else {},
-        findings=(finding,) if verdict is Verdict.FAIL else (),
-        found=int(verdict is Verdict.FAIL),
+        findings=findings if verdict is Verdict.FAIL else (),
+        found=kinds * int(verdict is Verdict.FAIL),
     )
 
 
