@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from rollproof.core.records import FinishReason, Request, Rollout
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import case, request
@@ -14,6 +14,13 @@ from rollproof.fakes.known_bugs.known_bug import KnownBug
 __all__ = ["BUGS"]
 
 _GROUP = case(requests=(request(group="g"), request("r1", group="g")))
+_THREE = case(
+    requests=(
+        request(max_tokens=2, group="g"),
+        request("r1", group="g"),
+        request("r2", group="g"),
+    )
+)
 _PAIR = case(requests=(request(), request("r1", (31, 32, 33))))
 
 
@@ -57,6 +64,26 @@ class _SiblingsSwapped(AsSampled):
         return replace(self._finished[-1 - number], request_id=request.request_id)
 
 
+class _GroupSharesHandle(AsSampled):
+    async def call(
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
+        request = sample.request
+        return await self.fleet.servers[server_id].generate(
+            prompt_ids=list(sent),
+            max_tokens=budget,
+            request_id=request.group,
+            routes_start=self.routes_start(sample),
+        )
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        rollout = await super().rollout(request)
+        # meant for calls of this sample that a retry may have left
+        for server in self.fleet.servers.values():
+            await server.abort(request.group or "")
+        return rollout
+
+
 BUGS = (
     KnownBug(
         id="sample-made-up",
@@ -81,5 +108,16 @@ BUGS = (
         make=_SiblingsSwapped,
         cases=(_GROUP,),
         detected_by=("stitch.tokens",),
+    ),
+    KnownBug(
+        id="group-shares-handle",
+        summary=(
+            "The calls of all samples of a prompt have the same handle, so that the abort of one"
+            " ends the others."
+        ),
+        refs=("cf. sglang#25561", "cf. sglang#5963"),
+        make=_GroupSharesHandle,
+        cases=(_THREE,),
+        detected_by=("lifecycle.abort-hits-target",),
     ),
 )

@@ -187,6 +187,7 @@ _BOOLS = (
     "multi_turn",
     "multimodal",
     "reply_gaps",
+    "group_aborts",
 )
 _ROUTE_FIELDS = (
     "final_row",
@@ -221,6 +222,8 @@ class Contract:
         multimodal: Whether the subject passes ``Request.media`` to the engines.
         sampling: Whether the subject passes ``Request.sampling`` to the engines. ``None``: not
             declared, so the verdict on a parameter that reaches no engine is unknown.
+        group_aborts: Whether the samples of one prompt (n > 1) live together: one abort may end the
+            calls of several of them. Otherwise it ends those of one request.
         max_staleness: The largest number of versions between the newest published weights and those
             that sampled a delivered token; ``None``: no promise.
         tag_read: Set this if the engine's per-reply version may name weights that sampled none of
@@ -255,6 +258,7 @@ class Contract:
     multimodal: bool = False
     sampling: Sampling | None = None
     partial_off: PartialOff | None = None
+    group_aborts: bool = False
     max_staleness: int | None = None
     tag_read: TagRead | None = None
     limits: RolloutLimits | None = None

@@ -28,6 +28,7 @@ from rollproof.invariants._shared.event_check import (
     case_option,
     remember,
 )
+from rollproof.invariants._shared.phrases import listing
 from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
@@ -55,17 +56,19 @@ class _OpenCall:
     server: Its server.
     caused: Whether something that aborts calls reached it.
     near: An abort of another call that may have hit it.
+    certain: Whether it belongs to a request, at least by the task that made it.
     """
 
     request: str
     server: str
     caused: bool = False
+    certain: bool = True
     suspect: Abort | None = None
 
 
 class LifecycleAbortHitsTarget(EventCheck):
     """An id names a request, a call or a group; ids that the stack made up must hit at most one
-    request.
+    request. An abort of several requests of a group needs a contract that says so (group_aborts).
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -73,6 +76,8 @@ class LifecycleAbortHitsTarget(EventCheck):
         self._groups: dict[str, str | None] = {}
         self._in_flight: dict[int, _OpenCall] = {}
         self._called: dict[str, None] = {}
+        # a recording has no such rule: it shows requests of stacks whose contract is older
+        self._together = context.contract.group_aborts or context.header.case is None
         self._paused: set[str] = set()
         self._suspects: dict[str, list[tuple[int, Abort]]] = {}
 
@@ -87,7 +92,12 @@ class LifecycleAbortHitsTarget(EventCheck):
         remember(
             self._in_flight,
             event.call_id,
-            _OpenCall(event.request_id, event.server_id, caused=event.server_id in self._paused),
+            _OpenCall(
+                event.request_id,
+                event.server_id,
+                caused=event.server_id in self._paused,
+                certain=event.request_id not in ("", *event.candidates),
+            ),
         )
 
     def on_pause(self, event: Pause, out: Collector) -> None:
@@ -140,7 +150,29 @@ class LifecycleAbortHitsTarget(EventCheck):
                 call.suspect = event
         # SGLang matches ids by prefix: "1" aborts "10", and an empty id aborts everything (sglang
         # #25561).
-        wrong = self._unrelated(event.wanted, aborted)
+        known = {call: aborted[call] for call in aborted if self._in_flight[call].certain}
+        wrong = self._unrelated(event.wanted, known)
+        siblings = [] if wrong or self._together else self._siblings(known)
+        if siblings:
+            out.finding(
+                "an abort ended calls of several samples of one prompt",
+                expected="only calls of one request end (group_aborts=False)",
+                observed=(
+                    f"the abort of {event.wanted!r} ended calls of requests"
+                    f" {listing(dict.fromkeys(map(repr, known.values())))}"
+                ),
+                where={
+                    "request": known[siblings[0]],
+                    "call": siblings[0],
+                    "server": event.server_id,
+                    "index": event.index,
+                },
+                hint=(
+                    "The samples of a prompt share a handle, or its beginning: give each call a"
+                    " handle of its own. Declare group_aborts=True if one abort is meant to end"
+                    " them all."
+                ),
+            )
         if wrong:
             out.finding(
                 "an abort hit a call that it did not name",
@@ -185,6 +217,18 @@ class LifecycleAbortHitsTarget(EventCheck):
             call
             for call, request in aborted.items()
             if request != first and (group is None or self._groups.get(request) != group)
+        ]
+
+    def _siblings(self, aborted: Mapping[int, str]) -> list[int]:
+        """Return the calls of a group's other requests that an abort also ended."""
+        first = next(iter(aborted.values()), "")
+        group = self._groups.get(first)
+        if group is None:
+            return []
+        return [
+            call
+            for call, request in aborted.items()
+            if request != first and self._groups.get(request) == group
         ]
 
     def _is_prefix(self, wanted: str, aborted: Mapping[int, str]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Call
 from rollproof.core.records import FinishReason, Span
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
@@ -19,9 +20,13 @@ class TestHitsTarget:
     ID = "lifecycle.abort-hits-target"
 
     def _two(
-        self, first: str = "1", second: str = "10", **fields: object
+        self,
+        first: str = "1",
+        second: str = "10",
+        script: TraceScript | None = None,
+        **fields: object,
     ) -> tuple[TraceScript, int, int]:
-        script = TraceScript()
+        script = script or TraceScript()
         script.submit(first, (5,), **fields).submit(
             second, (5, 6) if not fields else (5,), **fields
         )
@@ -88,10 +93,39 @@ class TestHitsTarget:
         passes(self.ID, script.abort(call, wanted="2"))
 
     def test_a_group_may_be_aborted_as_one(self) -> None:
-        """By its name, or by an id of the stack's own."""
-        for wanted in ("g", "batch-7"):
-            script, first, second = self._two("a", "b", group="g")
+        """By its name, or by an id of the stack's own, if the contract says that they live
+        together, and in a recording.
+        """
+        for wanted, script in (
+            ("g", TraceScript(group_aborts=True)),
+            ("batch-7", TraceScript(group_aborts=True)),
+            ("batch-7", TraceScript(driven=False)),
+        ):
+            script, first, second = self._two("a", "b", script, group="g")
             passes(self.ID, script.abort(first, second, wanted=wanted))
+
+    def test_siblings_that_end_with_another_are_found(self) -> None:
+        """Their calls share a handle, and the contract does not say that they live together."""
+        for wanted in ("batch-7", "g"):
+            script, first, second = self._two("a", "b", group="g")
+            finding = finds(self.ID, script.abort(first, second, wanted=wanted))
+            assert "an abort ended calls of several samples of one prompt" == finding.title
+            assert f"the abort of '{wanted}' ended calls of requests 'a' and 'b'" == (
+                finding.observed
+            )
+            assert "Declare group_aborts=True" in finding.hint
+
+    def test_a_sibling_that_is_a_guess_is_not_judged(self) -> None:
+        """No task says whose call it is: it may be the named request's own."""
+        script, first, second = self._two("a", "b", group="g")
+        trace = script.abort(first, second, wanted="batch-7").trace()
+        events = [
+            replace(event, request_id="", candidates=("a", "b"))
+            if isinstance(event, Call) and event.call_id == second
+            else event
+            for event in trace.events
+        ]
+        passes(self.ID, trace.with_events(events))
 
     def test_aborting_everything_or_nothing_names_nobody(self) -> None:
         """A star, and an id that has ended already."""
