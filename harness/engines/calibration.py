@@ -36,6 +36,8 @@ def facts(trace: Trace) -> frozenset[str]:
             chunks.setdefault(event.call_id, []).append(event)
         elif isinstance(event, Reply):
             call = calls[event.call_id]
+            if call.end_tokens and event.output.finish_reason is FinishReason.LENGTH:
+                continue  # whether a call reaches an end token within its budget is chance
             kind = _kind(call, event.output)
             sentences.update(
                 f"{kind}: {fact}" for fact in _reply_facts(contract, call, event.output)

@@ -71,3 +71,12 @@ def test_a_wrong_fake_is_noticed() -> None:
         " are due" in (differences(wrong, right)["resent"])
     )
     assert facts(right[0]) == facts(right[0])
+
+
+def test_whether_a_call_reaches_an_end_token_is_no_fact() -> None:
+    """Calls that may end by themselves and end by length leave no facts; those that stop do."""
+    (trace,) = run_experiments(fake_target("vllm"), only=["ends"]).traces
+    assert not any("ended by length" in fact for fact in facts(trace))
+    assert any("ended by stop" in fact for fact in facts(trace))
+    (plain,) = run_experiments(fake_target("vllm"), only=["plain"]).traces
+    assert any("ended by length" in fact for fact in facts(plain))
