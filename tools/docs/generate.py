@@ -32,6 +32,7 @@ from tools.docs.enum_texts import enum_texts
 from tools.docs.gpu_page import gpu_page
 from tools.docs.http_page import http_page
 from tools.docs.replay_page import replay_page
+from tools.docs.situations_page import situations_page
 from tools.docs.stacks_page import stacks_page
 
 HERE = Path(__file__).parents[2] / "docs"
@@ -186,6 +187,7 @@ PAGES = {
     "known-bugs.md": bugs_page,
     "options.md": options_page,
     "replay.md": replay_page,
+    "situations.md": situations_page,
     "stacks.md": stacks_page,
 }
 

@@ -1,0 +1,86 @@
+"""Writes docs/situations.md: which situations the enumerated cases of each profile meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
+
+from rollproof.core.subjects import SubjectFactory
+from rollproof.fakes.clients.reference_clients import REFERENCES
+from rollproof.judging.situations import SITUATIONS
+from rollproof.verification.contract_probe import probe
+from rollproof.verification.reports import situations
+from rollproof.verification.runner import run_case
+from rollproof.verification.schedules import (
+    PROFILES,
+    Profile,
+    corner_families,
+    scope_families,
+    within_limits,
+)
+
+__all__ = ["situations_page"]
+
+_FLAVOUR = "vllm"
+_CONTRACTS: Mapping[str, str] = {
+    "as-sampled": "a client resumes",
+    "as-sampled-turns": "with turns of an environment",
+    "as-sampled-limits": "with limits of its own, and replies with gaps",
+    "engine-keep": "the engine resumes",
+    "partial-off": "nobody resumes",
+}
+_LARGE = frozenset(
+    {"aborts and syncs", "other pause modes", "prefix cache", "chunked prefill", "several servers"}
+    | {"budget as a limit", "early end", "partial rollout off", "turns of the environment"}
+)
+_THIN: Mapping[str, int] = {"pr": 5, "nightly": 40, "soak": 1000}
+"""One case in so many of the large families is run: a page is written in seconds."""
+
+
+def situations_page() -> Iterator[str]:
+    """docs/situations.md."""
+    yield "# Situations\n"
+    yield (
+        "What a run meets for certain, by profile: situations that arise in the corner cases, which"
+        " every profile runs in full, or in a"
+    )
+    yield (
+        "thinned small scope; random cases come on top. A report lists them under *exercised*. A"
+        " cell counts the contracts below under which"
+    )
+    yield (
+        "a reference client meets the situation on the flavour vllm. `-`: it needs a fault, another"
+        " flavour, another entry point or a random case.\n"
+    )
+    for name, meaning in _CONTRACTS.items():
+        yield f"- `{name}`: {meaning}"
+    met = {
+        profile.name: [_met(REFERENCES[name], profile) for name in _CONTRACTS]
+        for profile in PROFILES.values()
+    }
+    yield f"\n| situation | {' | '.join(met)} |\n|---|{'---|' * len(met)}"
+    for situation in sorted(SITUATIONS):
+        cells = [
+            str(sum(situation in arisen for arisen in contracts) or "-")
+            for contracts in met.values()
+        ]
+        yield f"| {situation} | {' | '.join(cells)} |"
+
+
+def _met(factory: SubjectFactory, profile: Profile) -> set[str]:
+    ((_, contract, model),) = probe(factory, (_FLAVOUR,))
+    corners = (
+        case for _, cases in corner_families(_FLAVOUR, contract, model=model) for case in cases
+    )
+    scope = (
+        case
+        for name, cases in scope_families(_FLAVOUR, contract, scope=profile.scope, model=model)
+        for case in islice(cases, 0, None, _THIN[profile.name] if name in _LARGE else 1)
+    )
+    arisen: set[str] = set()
+    for case in chain(corners, scope):
+        fitted = within_limits(case, contract) if case.clear_cache else None
+        if fitted is not None:
+            trace = run_case(factory, fitted)
+            arisen |= set(situations(trace.events, "rollouts", trace.header))
+    return arisen
