@@ -113,6 +113,7 @@ class VersionsLabelWithWeights(EventCheck):
             _report(apart, apart.until(event.progress), event, out)
         carried = (
             event.loaded
+            and event.label is not None
             and not own
             and event.version != server.version
             and event.label == server.label

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
@@ -231,30 +232,27 @@ class _Lazy(_Own):
 
     def start(self, fleet: Fleet) -> None:
         super().start(fleet)
-        self._wanted: dict[str, tuple[int, int | None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._locks = {name: asyncio.Lock() for name in fleet.servers}
 
     async def update_weights(self, version: int | None) -> None:
         weights = self.fleet.weights_of(version)
-        for name, server in self.fleet.servers.items():
-            if server.alive:
-                self._wanted[name] = (weights, version)
-                await self.each([server], lambda one: one.pause(self.mode, True))
-                self._tasks.append(asyncio.ensure_future(self._bring(server)))
+        async with self.turn:
+            # the background of the update before
+            await self.stop()
+            for server in self.fleet.servers.values():
+                if server.alive:
+                    await self.each([server], lambda one: one.pause(self.mode, True))
+                    self._tasks.append(asyncio.ensure_future(self._bring(server, weights, version)))
 
-    async def _bring(self, server: FakeEngine) -> None:
-        async with self._locks[server.server_id]:
-            wanted = self._wanted.pop(server.server_id, None)
-            while wanted is not None and server.alive:
+    async def _bring(self, server: FakeEngine, weights: int, version: int | None) -> None:
+        with suppress(ServerDied):
+            while True:
                 try:
-                    await server.load(*wanted)
+                    await server.load(weights, version)
+                    break
                 except TransferFailed:
                     continue
-                except ServerDied:
-                    break
-                wanted = self._wanted.pop(server.server_id, None)
-            await self.each([server], lambda one: one.resume())
+            await server.resume()
 
     async def stop(self) -> None:
         """Wait for the background."""

@@ -124,6 +124,16 @@ class TestTooLate:
         """It shows no label of an update at all."""
         inapplicable(ID, self._late(comes=False), "the stack publishes none, or its own")
 
+    def test_no_label_is_not_the_label_of_older_weights(self) -> None:
+        """Two updates without a label, and one that is published later: nothing was claimed."""
+        script = TraceScript(versions="none")
+        script.weights(0, label=None).submit(max_tokens=8)
+        call = script.call((1, 2))
+        _asked(script).pause(progress={call: 2}).weights(1, label=None, progress={call: 2})
+        script.resume(progress={call: 2})
+        script.weights(1, label=1, loaded=False, progress={call: 4})
+        passes(ID, script, labels_of_updates=1)
+
     def test_a_label_before_the_resume_passes(self) -> None:
         """As the requests of vLLM are meant to be sent."""
         script, call = _running()
