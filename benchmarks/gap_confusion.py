@@ -22,6 +22,11 @@ from tests.support.gap_faults import GAP_FAULTS, gap_columns
 
 NUMERICS = "numerics only"
 EXPECTED = {
+    "update arrived": "partly arrived weights",
+    "update did not arrive": "stale engine weights",
+    "end token forced": "end token without a logprob",
+    "packed without": "packed sequences see each other",
+    "samples swapped": "a part is unrelated",
     "numerics only": NUMERICS,
     "raw logprobs": "temperature or logprob mode",
     "trainer temperature": "temperature or logprob mode",
