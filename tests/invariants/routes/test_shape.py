@@ -336,3 +336,17 @@ def test_read_only_arrays_and_views_are_as_good_as_any() -> None:
     assert failing(story.judged(rows)) == set()
     assert failing(story.judged(np.asfortranarray(rows))) == set()
     assert failing(story.judged(rows.astype(">i4"))) == set()
+
+
+def test_rows_of_a_stripped_stop_token_are_not_a_row_too_many() -> None:
+    """The response lacks its last token, and the rows are those of all tokens with one for the
+    last: to drop a row would hide the loss.
+    """
+    story = RoutedRequest()
+    rows = story.good()
+    wrong = np.concatenate([rows, rows[-1:]])
+    short = only_finding(story.judged(wrong, keep=4), "routes.rows")
+    assert short.observed.startswith("10 rows; the response lacks 1 token that an engine returned")
+    assert "stop tokens included" in short.hint
+    complete = only_finding(story.judged(wrong), "routes.rows")
+    assert complete.hint.startswith("Drop the row of the last token")

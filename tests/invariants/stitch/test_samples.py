@@ -405,6 +405,39 @@ class TestTokens:
         )
         passes(self.ID, story)
 
+    def test_stripped_stop_tokens_are_named(self) -> None:
+        """The last token of each turn that ended naturally is gone, the last turn's or not."""
+        parts = (
+            ScriptedCall(tokens=(11, 5), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(12, 5), reason="stop"),
+        )
+        for response, lost in (((11, 91, 12), "2 of 5"), ((11, 91, 12, 5), "1 of 5")):
+            finding = finds(self.ID, script_rollout(*parts, sample={"response": response}))
+            assert finding.title.startswith(f"{lost} sampled token")
+            assert "sampled tokens are missing" == finding.kind
+            assert "Stop tokens were stripped" in finding.hint
+
+    def test_other_lost_tokens_are_no_stop_tokens(self) -> None:
+        """The last token of a turn that an abort or the budget ended, or the first of one."""
+        for reason, response in (("length", (11,)), ("stop", (5,))):
+            one = ScriptedCall(tokens=(11, 5), reason=reason)
+            finding = finds(self.ID, script_rollout(one, sample={"response": response}))
+            assert "sampled tokens are missing" == finding.kind
+            assert "Stop tokens" not in finding.hint
+
+    def test_an_own_end_token_is_named_at_the_end_alone(self) -> None:
+        """One more token at the end may be an end of sequence of the stack's own; one inside the
+        response, or two of them, are not.
+        """
+        one = ScriptedCall(tokens=(11, 12), reason="stop")
+        for response, own in (
+            ((11, 12, 7), True),
+            ((11, 7, 12), False),
+            ((11, 12, 7, 8), False),
+        ):
+            hint = finds(self.ID, script_rollout(one, sample={"response": response})).hint
+            assert own is hint.startswith("An end-of-sequence token that the stack adds itself")
+
     def test_samples_are_counted_by_kind(self) -> None:
         """A sample of one call does not put resuming to the test."""
         assert {"single-call samples": 1} == check(self.ID, CORRECT["one call"]).exercised
