@@ -77,7 +77,7 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
         self._paused: set[str] = set()
         self._started = False
         self._latest: Weights | None = None
-        self._loaded_by_harness: dict[str, int] = {}
+        self._loaded_by_harness: dict[str, Weights] = {}
         self._excuse: str | None = None
         self._skewed = {action.get("server") for action in case_actions(context.header, "skew")}
 
@@ -117,8 +117,9 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
         )
         # The stack knows nothing of a skew or of a server that comes back with other weights.
         if event.by_harness:
-            self._loaded_by_harness[event.server_id] = event.index
+            self._loaded_by_harness[event.server_id] = event
             return
+        self._loaded_by_harness.pop(event.server_id, None)
         self._latest = event
         # An update that reached every replica settles what came before it.
         if not self._behind():
@@ -135,7 +136,7 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
                 server
                 for server, versions in self._versions.items()
                 if latest.version not in versions
-                and self._loaded_by_harness.get(server, -1) < latest.index
+                and not _is_excused(self._loaded_by_harness.get(server), latest)
             ]
         )
 
@@ -170,6 +171,17 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
                         " the list of replicas that the update covers."
                     ),
                 )
+
+
+def _is_excused(harness: Weights | None, latest: Weights) -> bool:
+    """Return whether the harness loaded other weights after the stack's latest load, or newer ones
+    while the update went on in the background.
+    """
+    if harness is None:
+        return False
+    mine, theirs = harness.version, latest.version
+    newer = isinstance(mine, int) and isinstance(theirs, int) and mine > theirs
+    return newer or harness.index > latest.index
 
 
 weights_every_replica_updated: Check = trace_check(

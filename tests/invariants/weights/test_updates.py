@@ -81,6 +81,8 @@ class TestEveryReplica:
         passes(self.ID, before, updates_of_several_replicas=1)
         after = _fleet().weights(1).weights(1, "s1").weights(2, by_harness=True)
         passes(self.ID, after, updates_of_several_replicas=1)
+        background = _fleet().weights(2, by_harness=True).weights(1, "s1")
+        passes(self.ID, background, updates_of_several_replicas=1)
         lags = _fleet(servers=("s0", "s1", "s2")).weights(1, by_harness=True)
         unknown(self.ID, lags.weights(1, "s1", by_harness=True), "not exercised")
 
