@@ -17,7 +17,7 @@ from rollproof.judging.judge import Tally
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge_events
 
-__all__ = ["KillResult", "judge_bug", "known_bugs", "record_traces", "run_kill_matrix"]
+__all__ = ["KillResult", "judge_bug", "known_bugs", "record_traces", "run_kill_matrix", "tally_of"]
 
 _MOST_CALLS = 70
 """Calls of a layout function; a larger small scope is thinned, so that 52 bugs take seconds."""
@@ -77,12 +77,18 @@ def record_traces(bug: KnownBug) -> Iterator[Trace]:
         yield trace if bug.edit is None else bug.edit(trace)
 
 
-def judge_bug(bug: KnownBug, registry: Registry | None = None) -> KillResult:
-    """Run a known bug and judge its traces by all checks."""
-    start = time.perf_counter()
+def tally_of(bug: KnownBug, registry: Registry | None = None) -> Tally:
+    """Run a known bug and return what all checks report of its traces."""
     tally = Tally(registry or default_registry())
     for trace in record_traces(bug):
         judge_events(trace.header, trace.events, tally)
+    return tally
+
+
+def judge_bug(bug: KnownBug, registry: Registry | None = None) -> KillResult:
+    """Run a known bug and judge its traces by all checks."""
+    start = time.perf_counter()
+    tally = tally_of(bug, registry)
     failed = tally.judgement().failed
     return KillResult(
         bug=bug, failed=failed, examples=tally.traces, seconds=time.perf_counter() - start

@@ -12,9 +12,10 @@ from rollproof.fakes.clients.reference_clients import REFERENCES
 from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.invariants import default_registry
-from rollproof.verification.kill_matrix import judge_bug, record_traces
+from rollproof.verification.kill_matrix import record_traces
 from rollproof.verification.runner import run_case
 from rollproof.verification.traces import judge
+from tests.support import bug_findings
 
 BY_ID = {bug.id: bug for bug in KNOWN_BUGS}
 CASES = list({repr(case.to_dict()): case for bug in KNOWN_BUGS for case in bug.cases}.values())
@@ -23,9 +24,24 @@ CASES = list({repr(case.to_dict()): case for bug in KNOWN_BUGS for case in bug.c
 @pytest.mark.parametrize("bug", KNOWN_BUGS, ids=BY_ID)
 def test_every_bug_is_killed_and_nothing_else_is_blamed(bug: KnownBug) -> None:
     """All checks in ``detected_by`` and ``may_fail`` fail, and no other does."""
-    failed = set(judge_bug(bug).failed)
+    failed = set(bug_findings.judgement_of(bug).failed)
     assert set(bug.detected_by) <= failed
     assert {*bug.detected_by, *bug.may_fail} == failed
+
+
+@pytest.mark.parametrize("bug", KNOWN_BUGS, ids=BY_ID)
+def test_the_findings_of_every_bug_are_the_recorded_ones(bug: KnownBug) -> None:
+    """Counts, words and places of the findings change only on purpose: then record them again with
+    ``python -m tests.support.bug_findings``, and read the difference.
+    """
+    assert bug_findings.recorded()["bugs"].get(bug.id) == bug_findings.findings_of(bug)
+
+
+def test_the_checks_look_as_often_as_recorded() -> None:
+    """Over all known bugs, each check counts the same situations, and gives the same reasons for
+    what it could not judge.
+    """
+    assert bug_findings.recorded()["checks"] == bug_findings.counts_of_checks()
 
 
 def test_the_class_of_a_bug_has_its_id() -> None:
