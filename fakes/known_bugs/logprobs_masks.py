@@ -285,7 +285,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("cf. slime sglang_rollout.py (mask_offpolicy_in_partial_rollout)",),
         make=_ResumedTokensMasked,
         cases=(ABORTED,),
-        detected_by=("stitch.mask-sampled",),
+        detected_by=("stitch.mask",),
     ),
     KnownBug(
         id="attention-mask-as-loss-mask",

@@ -123,6 +123,6 @@ BUGS: tuple[KnownBug, ...] = (
         cases=(_ANSWERED,),
         detected_by=("stitch.logprobs-length",),
         # tokens without a logprob are masked out, and those are the wrong ones here
-        may_fail=("stitch.mask-sampled",),
+        may_fail=("stitch.mask",),
     ),
 )

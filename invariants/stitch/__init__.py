@@ -36,7 +36,7 @@ CHECKS: tuple[Check, ...] = (
     logprobs.stitch_logprobs_missing,
     masks.stitch_mask_shape,
     masks.stitch_mask_environment,
-    masks.stitch_mask_sampled,
+    masks.stitch_mask,
     budgets.stitch_budget_granted,
     budgets.stitch_budget_total,
     budgets.stitch_finish_reason,

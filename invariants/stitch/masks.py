@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_TURNS",
+    "stitch_mask",
     "stitch_mask_environment",
-    "stitch_mask_sampled",
     "stitch_mask_shape",
 ]
 
@@ -134,7 +134,7 @@ def _sampled_declared(contract: Contract) -> str | None:
 
 
 @request_check(
-    "stitch.mask-sampled",
+    "stitch.mask",
     promise=(
         "Sampled tokens have loss mask 1, except those that the contract lets a stack mask out"
         " (masked, missing_logprobs='masked')."
@@ -143,7 +143,7 @@ def _sampled_declared(contract: Contract) -> str | None:
     exercised_by=("sampled tokens with loss mask 1", "sampled tokens masked out as declared"),
     applies=_sampled_declared,
 )
-def stitch_mask_sampled(view: RequestView, out: Collector) -> None:
+def stitch_mask(view: RequestView, out: Collector) -> None:
     """Check the mask of every token that the policy sampled."""
     delivered = reliable_delivery(view, out)
     if delivered is None:

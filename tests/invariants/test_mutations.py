@@ -163,7 +163,7 @@ def mask_changes(sample: Rollout) -> Iterator[Change]:
         if sample.loss_mask[i]:
             mask = sample.loss_mask.copy()
             mask[i] = 0
-            yield f"mask {i} is 0", replace(sample, loss_mask=mask), "stitch.mask-sampled"
+            yield f"mask {i} is 0", replace(sample, loss_mask=mask), "stitch.mask"
 
 
 def reason_changes(sample: Rollout) -> Iterator[Change]:

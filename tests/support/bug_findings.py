@@ -59,8 +59,8 @@ def _text(finding: Finding) -> dict[str, Any]:
 
 
 def counts_of_checks() -> dict[str, Any]:
-    """By check, over all known bugs: how often each situation was counted, and how often a trace was
-    left open for each reason.
+    """By check, over all known bugs: how often each situation was counted, and how often a trace
+    was left open for each reason.
     """
     situations: dict[str, Counter[str]] = {name: Counter() for name in default_registry().ids}
     reasons: dict[str, Counter[str]] = {name: Counter() for name in default_registry().ids}

@@ -316,8 +316,8 @@ CORRECT = (
 )
 FAULTY = {
     FragmentsTrained: "lifecycle.cut-turns-not-answered",
-    LaterTurnsMasked: "stitch.mask-sampled",
-    FirstCallMasked: "stitch.mask-sampled",
+    LaterTurnsMasked: "stitch.mask",
+    FirstCallMasked: "stitch.mask",
     NoSecondAnswer: "lifecycle.ended-turns-answered",
     AnswerTwice: "stitch.environment-tokens",
     KeepsTheWrongEnd: "stitch.environment-tokens",

@@ -54,7 +54,7 @@ class TestCutTurns:
         passes(self.ID, story(*parts), answers_of_the_environment=1)
 
     def test_a_cut_turn_that_is_masked_out_passes(self) -> None:
-        """Nothing is learned from the fragment; stitch.mask-sampled asks for the declaration."""
+        """Nothing is learned from the fragment; stitch.mask asks for the declaration."""
         mask = np.array((1, 1, 0, 0, 0, 0, 0, 1))
         passes(
             self.ID,

@@ -141,9 +141,9 @@ def rollout(parts: tuple[ScriptedCall, ...], mask: tuple[int, ...], **more: Any)
 
 
 class TestSampled:
-    """``stitch.mask-sampled``."""
+    """``stitch.mask``."""
 
-    ID = "stitch.mask-sampled"
+    ID = "stitch.mask"
 
     def test_masked_tokens_of_resumed_calls_are_found(self) -> None:
         """What resumed calls returned is masked as if it were what they sent."""
