@@ -19,7 +19,7 @@ from typing import Any
 from rollproof.core.case import EngineOptions
 from rollproof.core.engine_contract import PauseMode, Refusal
 from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume, Weights
-from rollproof.core.records import EngineOutput, FinishReason, Scalar, Version, as_tokens
+from rollproof.core.records import EngineOutput, FinishReason, IntArray, Scalar, Version, as_tokens
 from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import (
@@ -59,6 +59,8 @@ class FakeEngine:
 
     ``hooks`` number the calls, attribute them to requests and may act at every token. Everything is
     recorded. Methods that represent a message to the server raise ``ServerDied`` while it is dead.
+
+    handed_out: the routes that callers within the program got and can write to, by call.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class FakeEngine:
         self.max_length = max_length
         self.alive: bool = True
         self.fail_next_load: bool = False
+        self.handed_out: dict[int, IntArray] = {}
         self._recorder = recorder
         self._hooks = hooks or EngineHooks()
         self._scheduler = Scheduler(
@@ -461,7 +464,12 @@ class FakeEngine:
         self._deliver(reply, delivered=wire is None or wire.send(call.call_id))
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
-        return caller_copy(reply.output) if wire is None else reply.output
+        if wire is not None:
+            return reply.output
+        output = caller_copy(reply.output)
+        if output.routes is not None and output.routes.flags.writeable:
+            self.handed_out[call.call_id] = output.routes
+        return output
 
     def _deliver(self, reply: Reply, *, delivered: bool = True, duplicate: bool = False) -> None:
         fresh = reply.index < 0 and reply.delivered is delivered and reply.duplicate is duplicate

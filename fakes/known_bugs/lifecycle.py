@@ -196,6 +196,12 @@ class _BusyLoopWhilePaused(AsSampled):
     options = ClientOptions(back_off=0.002)
 
 
+class _HotRetryWhileDown(AsSampled):
+    """Calls a dead server again at once."""
+
+    options = ClientOptions(back_off=0.0, patience=100_000)
+
+
 class _BareIds(FakeEngine):
     """Uses the id of a request for its calls; one id may be the beginning of another."""
 
@@ -402,6 +408,14 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl checkpoint_engine/base.py", "verl llm_server.py"),
         make=_BusyLoopWhilePaused,
         cases=(_DRAINED,),
+        detected_by=("lifecycle.bounded-attempts",),
+    ),
+    KnownBug(
+        id="hot-retry-while-down",
+        summary="A server that is down is called again without a wait.",
+        refs=("cf. verl llm_server.py",),
+        make=_HotRetryWhileDown,
+        cases=(case(act(ActionKind.KILL, 3)),),
         detected_by=("lifecycle.bounded-attempts",),
     ),
     KnownBug(

@@ -29,7 +29,6 @@ from rollproof.fakes.known_bugs._planting import (
     request,
 )
 from rollproof.fakes.known_bugs.known_bug import KnownBug
-from rollproof.simulation.mutation_guard import lend
 
 __all__ = ["BUGS"]
 
@@ -196,14 +195,22 @@ class _WritesToReadOnly(AsSampled):
 
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
-            # read-only, as what np.frombuffer makes of a reply
-            routes = lend("routes", output.routes)
             super().merge_routes(sample, sent, output)
-            routes[-1] = 0
+            # read-only, as what np.frombuffer makes of a reply
+            output.routes[-1] = 0
 
 
 class _ReplyWrittenTo(_WritesToReadOnly):
     """The same client; the engine's array is writable, so nothing stops it."""
+
+
+class _ReplySorted(AsSampled):
+    """Sorts each row in the engine's own array, after the sample has its copy."""
+
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
+        super().merge_routes(sample, sent, output)
+        if output.routes is not None:
+            output.routes[..., ::-1].sort(axis=-1)
 
 
 _TWO = (request(), request("r1", (31, 32, 33)))
@@ -286,6 +293,14 @@ BUGS: tuple[KnownBug, ...] = (
         summary="The client writes into the engine's array, which is writable here.",
         refs=("verl#5519",),
         make=_ReplyWrittenTo,
+        cases=(CLEAN,),
+        detected_by=("routes.reply-untouched",),
+    ),
+    KnownBug(
+        id="reply-sorted",
+        summary="The experts of each row are sorted in the engine's own array.",
+        refs=("verl#5519",),
+        make=_ReplySorted,
         cases=(CLEAN,),
         detected_by=("routes.reply-untouched",),
     ),

@@ -8,7 +8,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
-from rollproof.core.case import ActionKind
+from rollproof.core.case import ActionKind, EngineOptions
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Abort
@@ -177,6 +177,16 @@ class _InFlightAcrossRefit(AsSampled):
 
     async def update_weights(self, version: int | None) -> None:
         for server in self.fleet.servers.values():
+            await server.load(self.fleet.weights_of(version), version)
+
+
+class _ResumedBeforeLoad(EngineKeep):
+    """Frozen calls go on while the weights are still on their way."""
+
+    async def update_weights(self, version: int | None) -> None:
+        for server in self.fleet.servers.values():
+            await server.pause(self.fleet.pause_mode, self.fleet.clear_cache)
+            await server.resume()
             await server.load(self.fleet.weights_of(version), version)
 
 
@@ -350,6 +360,21 @@ BUGS: tuple[KnownBug, ...] = (
         cases=(case(_SYNC_AT_3, partial=False),),
         detected_by=("weights.one-version-per-sample",),
         may_fail=("weights.no-stale-cache",),
+    ),
+    KnownBug(
+        id="resumed-before-load",
+        summary="The servers resume before the weights arrive, and the calls keep their old KV.",
+        refs=("cf. verl checkpoint_engine/base.py",),
+        make=_ResumedBeforeLoad,
+        cases=(
+            case(
+                _SYNC_AT_3,
+                requests=(request(max_tokens=16),),
+                pause_mode=PauseMode.KEEP,
+                engine=EngineOptions(transfer_steps=4),
+            ),
+        ),
+        detected_by=("weights.no-stale-cache",),
     ),
     KnownBug(
         id="update-raises",

@@ -7,8 +7,9 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["WATCH", "Watch", "lend"]
+__all__ = ["WATCH", "Watch", "changed_rows", "lend"]
 
 _T = TypeVar("_T")
 
@@ -61,6 +62,23 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+def changed_rows(before: npt.NDArray[Any] | None, now: npt.NDArray[Any]) -> str:
+    """Return how many rows of an array were overwritten, in words; empty if none was.
+
+    Another shape of the same values is no change.
+    """
+    if before is None or not before.size or before.size != now.size:
+        return ""
+    rows = len(before)
+    old, new = before.reshape(rows, -1), now.reshape(rows, -1)
+    changed = (old != new).any(axis=1)
+    if not changed.any():
+        return ""
+    same_values = np.array_equal(np.sort(old, axis=None), np.sort(new, axis=None))
+    what = "the same values in another order" if same_values else "other values"
+    return f"{int(changed.sum())} of {rows} rows have {what}"
 
 
 def _difference(before: Any, now: Any) -> str:

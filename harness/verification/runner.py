@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rollproof.core.case import Case
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error, describe_error_with_place, show
 from rollproof.core.events.base import Event
-from rollproof.core.events.rollout import Gauge, Result, Submit
+from rollproof.core.events.rollout import Call, Gauge, Reply, Result, Submit
 from rollproof.core.record_validation import ARRAYS, validate_rollout
 from rollproof.core.records import Request, Rollout
 from rollproof.core.subjects import SubjectFactory
@@ -23,7 +23,7 @@ from rollproof.errors import SubjectError
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST, Fleet
 from rollproof.simulation import virtual_loop
 from rollproof.simulation.exception_policy import raise_unless_outcome, reraise_foreign
-from rollproof.simulation.mutation_guard import WATCH, Watch
+from rollproof.simulation.mutation_guard import WATCH, Watch, changed_rows
 from rollproof.simulation.watchdog import limit
 
 __all__ = ["idle_contracts", "name_of", "run_case"]
@@ -220,13 +220,38 @@ class _Run:
             self._hung(request_id, reason, awaits=not isinstance(stall, virtual_loop.Stuck))
 
     def finished_events(self) -> tuple[Event, ...]:
-        """Return all events; results whose arrays changed after delivery say so."""
+        """Return all events; results say which arrays changed that should not have."""
         events = list(self.recorder.events)
         for index, names in self.later.items():
             event = events[index]
             assert isinstance(event, Result)
             events[index] = replace(event, later_changed=names)
+        written = self._replies_written_to(events)
+        for index, event in enumerate(events) if written else ():
+            if isinstance(event, Result) and event.request_id in written:
+                names = (*event.caller_changed, *written.pop(event.request_id))
+                events[index] = replace(event, caller_changed=names)
         return tuple(events)
+
+    def _replies_written_to(self, events: Sequence[Event]) -> dict[str, list[str]]:
+        """Return how the routes of replies differ from what the engine returned, by request."""
+        handed_out = {
+            call_id: routes
+            for server in self.fleet.servers.values()
+            for call_id, routes in server.handed_out.items()
+        }
+        written: dict[str, list[str]] = {}
+        if not handed_out:
+            return written
+        owners = {event.call_id: event.request_id for event in events if isinstance(event, Call)}
+        for event in events:
+            if isinstance(event, Reply) and event.delivered and event.call_id in handed_out:
+                change = changed_rows(event.output.routes, handed_out[event.call_id])
+                if change:
+                    written.setdefault(owners[event.call_id], []).append(
+                        f"routes of call {event.call_id}: {change}"
+                    )
+        return written
 
     def _make(self) -> Any:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rollproof.core.events.rollout import Abort, Admit, Call, Fault, Reply, Result, Submit
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.event_check import EventCheck, RecentItems, case_option, remember
+from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
@@ -23,6 +24,8 @@ __all__ = [
 
 _NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
 _MANY_ATTEMPTS = 200
+_REFUSAL = 0.015
+"""What a refused call takes at most if nobody waits, in steps: a fake engine takes 0.01."""
 
 
 @dataclass(slots=True)
@@ -195,41 +198,58 @@ def lifecycle_no_empty_grant(view: RequestView, out: Collector) -> None:
 @request_check(
     "lifecycle.bounded-attempts",
     promise=("A request does not retry without a wait while its calls return no tokens."),
-    needs="replies without tokens, with the time of each call",
-    exercised_by="replies without tokens",
+    needs="replies without tokens, or calls that a server refused, with the time of each call",
+    exercised_by=("replies without tokens", "calls that no server took"),
 )
 def lifecycle_bounded_attempts(view: RequestView, out: Collector) -> None:
-    """Look for runs of empty attempts. Polling a paused server at intervals is a design; 200 empty
-    attempts closer together than engine steps are a busy loop.
+    """Look for runs of empty attempts. Polling a paused or dead server at intervals is a design;
+    200 empty replies closer together than engine steps, or 200 refused calls with nothing between
+    them, are a busy loop.
     """
     # A recording has no step time: a millisecond is shorter than any real engine step.
     options = case_option(view.header, "engine")
     step = float(options["step"]) if options else 1e-3
-    empty_attempts = 0
+    run: list[Attempt] = []
+    refused = 0
+    shortest = 0.0
     for attempt in view.attempts:
         reply = attempt.consumed
-        if reply is None or reply.output.token_ids:
-            empty_attempts = 0
+        # Calls that are made together wait for one another's server, not in a loop.
+        together = bool(run) and run[-1].call.time >= attempt.call.time
+        if reply is None and options and attempt.admit is None:
+            if together:
+                continue
+            out.exercised("calls that no server took")
+            refused += 1
+            shortest += _REFUSAL * step
+        elif reply is None or reply.output.token_ids:
+            run, refused, shortest = [], 0, 0.0
             continue
-        out.exercised("replies without tokens")
-        empty_attempts += 1
-        if empty_attempts <= _MANY_ATTEMPTS:
+        else:
+            out.exercised("replies without tokens")
+            shortest += step / 2
+        run.append(attempt)
+        if len(run) <= _MANY_ATTEMPTS:
             continue
-        waited = attempt.call.time - view.attempts[attempt.number - empty_attempts + 1].call.time
-        if waited < step * empty_attempts / 2:
+        waited = attempt.call.time - run[0].call.time
+        if waited < shortest:
             out.finding(
                 "a request retries in a busy loop",
                 expected=(
                     f"at most {_MANY_ATTEMPTS} empty attempts in a row, or a wait between them"
                 ),
-                observed=f"{empty_attempts} calls in {waited:g} s without a token",
+                observed=f"{len(run)} calls in {waited:g} s without a token"
+                + (f", {refused} of them refused" if refused else ""),
                 where=view.place(
                     call=attempt.call.call_id,
                     server=attempt.call.server_id,
                     index=attempt.call.index,
                 ),
                 hint=(
-                    "The client retries immediately while the server is paused: wait for the"
+                    "The client calls again at once when a server is dead or refuses: wait"
+                    " between attempts, or call another server."
+                    if refused > len(run) / 2
+                    else "The client retries immediately while the server is paused: wait for the"
                     " resume, or sleep between attempts."
                 ),
             )

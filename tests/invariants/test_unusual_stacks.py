@@ -33,6 +33,7 @@ from tests.support.trace_script import REGISTRY
 _PAIR = (request(), request("r1", (31, 32, 33)))
 _SYNC = act(ActionKind.SYNC, 3)
 _KILL = act(ActionKind.KILL, 4)
+_DOWN = act(ActionKind.KILL, 4, steps=30)
 _FAILS = act(ActionKind.SYNC_FAILS, 3)
 _TWICE = act(ActionKind.SYNC_TWICE, 3)
 _LATE = act(ActionKind.LATE_REPLY, 2, steps=12)
@@ -207,6 +208,13 @@ class _Polls(AsSampled):
         await asyncio.sleep(2.0)
 
 
+class _PollsTheDead(AsSampled):
+    """Calls its only server again every ten milliseconds while it is down."""
+
+    async def wait(self) -> None:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("factory", "schedule", "exercised"),
     [
@@ -232,6 +240,7 @@ class _Polls(AsSampled):
         (_GivesUp, case(_KILL), "lifecycle.no-error-without-fault"),
         (_GivesUp, case(act(ActionKind.LOSE_REPLY, 2)), "lifecycle.no-error-without-fault"),
         (_Polls, case(_SYNC, flavour="vllm-gated"), "lifecycle.bounded-attempts"),
+        (_PollsTheDead, case(_DOWN), "lifecycle.bounded-attempts"),
         (
             EngineKeep,
             case(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollproof.simulation.mutation_guard import WATCH, Watch, lend, same
+from rollproof.simulation.mutation_guard import WATCH, Watch, changed_rows, lend, same
 
 
 def test_changes_are_reported_by_key() -> None:
@@ -52,3 +52,16 @@ def test_sameness_knows_dtype_and_nested_arrays() -> None:
     assert same([{"a": np.array([1.0, np.nan])}], [{"a": np.array([1.0, np.nan])}])
     assert not same(np.zeros(2, np.uint8), np.zeros(2, np.int32))
     assert not same((1,), [1])
+
+
+def test_overwritten_rows_are_counted() -> None:
+    """What was sorted in place holds the same values; another shape is no change."""
+    before = np.array([[[3, 1]], [[0, 2]], [[5, 4]]])
+
+    assert "" == changed_rows(before, before.reshape(3, 2))
+    assert "2 of 3 rows have the same values in another order" == changed_rows(
+        before, np.sort(before, axis=-1)
+    )
+    assert "3 of 3 rows have other values" == changed_rows(before, before * 0 - 1)
+    assert "" == changed_rows(before[:0], before[:0])
+    assert "" == changed_rows(None, before)

@@ -18,10 +18,10 @@ import pytest
 from rollproof.core.case import Action, ActionKind, Trigger
 from rollproof.core.error_text import describe_error
 from rollproof.core.events.rollout import Gauge, Result
-from rollproof.core.records import FinishReason, Request, Rollout, as_tokens
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, as_tokens
 from rollproof.core.trace import Trace
 from rollproof.errors import SubjectError
-from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled
+from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, PartialSample
 from rollproof.simulation.mutation_guard import lend
 from rollproof.store import dump_trace
 from rollproof.verification.runner import run_case
@@ -124,6 +124,34 @@ def test_changes_to_the_callers_objects_are_recorded() -> None:
 
     assert "request: 'sampling' went from {'top_p': 1.0} to {'top_p': 1.0, 'n': 2}" == changed[0]
     assert "sampling_params: 'max_tokens' went from 4 to 1" == changed[1]
+
+
+def test_routes_of_replies_that_are_written_to_are_recorded() -> None:
+    """Writing is seen whenever it happens and whoever does it; writing into a copy, and another
+    shape of the same array, is not writing.
+    """
+
+    class Writes(AsSampled):
+        def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
+            assert output.routes is not None
+            super().merge_routes(sample, sent, output)
+            self.kept = output.routes
+
+        def stop(self) -> None:
+            self.kept[1] = 0
+
+    class Sorts(AsSampled):
+        def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
+            assert output.routes is not None
+            own = output.routes.copy()
+            own[..., ::-1].sort(axis=-1)
+            super().merge_routes(sample, sent, output)
+            output.routes.shape = (len(own), -1)
+
+    assert ("routes of call 2: 1 of 2 rows have other values",) == result_of(
+        run_case(Writes, CASE)
+    ).caller_changed
+    assert () == result_of(run_case(Sorts, CASE)).caller_changed
 
 
 def test_arrays_that_change_after_they_were_handed_over_are_recorded() -> None:

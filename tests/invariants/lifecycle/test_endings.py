@@ -4,6 +4,8 @@ makes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rollproof.core.events.rollout import Update, UpdatePhase
@@ -430,6 +432,41 @@ class TestBoundedAttempts:
     def test_a_few_quick_attempts_pass(self) -> None:
         """Retrying at once is a design too."""
         passes(self.ID, self._attempts(200, 0.0))
+
+    def _refused(self, count: int, wait: float, **story: Any) -> TraceScript:
+        script = opened(**story)
+        for _ in range(count):
+            script.send()
+            script._time += wait - 1
+        return script
+
+    def test_calls_to_a_dead_server_count(self) -> None:
+        """They raise, so that they have no reply; the server did not take them."""
+        finding = finds(self.ID, self._refused(250, 0.01).result(event={"error": "E"}))
+        assert "201 calls in 2 s without a token, 201 of them refused" == finding.observed
+        assert "The client calls again at once when a server is dead" in finding.hint
+
+    def test_polling_a_dead_server_passes(self) -> None:
+        """Ten milliseconds between attempts are a wait, and so are growing ones."""
+        script = self._refused(1000, 0.02).result(event={"error": "E"})
+        passes(self.ID, script, calls_that_no_server_took=1000)
+
+    def test_calls_that_are_made_together_are_no_loop(self) -> None:
+        """300 calls in one moment, to a server that then dies."""
+        script = self._refused(300, 0.0).result(event={"error": "E"})
+        passes(self.ID, script, calls_that_no_server_took=1)
+
+    def test_a_call_that_a_server_took_is_no_refusal(self) -> None:
+        """It ran and died with its server, or its caller left it."""
+        script = opened()
+        for _ in range(250):
+            script.admit(script.send())
+            script._time -= 1.9
+        passes(self.ID, script.send() and script.result(), calls_that_no_server_took=1)
+
+    def test_a_recording_shows_no_refusal(self) -> None:
+        """It has no admissions, so that a call without a reply may have run."""
+        unknown(self.ID, self._refused(250, 0.0001, driven=False).result(), "no replies without")
 
 
 def test_ids_are_unique_and_told_in_words() -> None:

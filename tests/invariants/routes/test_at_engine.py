@@ -196,3 +196,15 @@ def test_a_duplicate_or_lost_reply_changes_nothing() -> None:
     ]
     assert isinstance(events[-1], Result)
     assert failing(_judged(story, trace.with_events(events))) == set()
+
+
+def test_a_recording_compares_no_arrays() -> None:
+    """Only the runner does: the two checks of memory say so, and do not pass."""
+    story = RoutedRequest()
+    trace = story.trace(story.good())
+    recorded = replace(trace, header=replace(trace.header, case=None))
+    judged = judge(recorded, REGISTRY)
+
+    for check_id in ("routes.handed-over", "routes.reply-untouched"):
+        assert judged[check_id].verdict is Verdict.UNKNOWN
+        assert (judged[check_id].reason or "").startswith("a recording does not compare")
