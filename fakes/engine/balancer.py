@@ -42,8 +42,12 @@ class Balancer:
             self._load,
             key=lambda name: (name in self._left, name in avoid, self._load[name]),
         )
-        self._load[server] += 1
+        self.count(server)
         return server
+
+    def count(self, server: str) -> None:
+        """Count one call for a server that somebody else has chosen."""
+        self._load[server] += 1
 
     def release(self, server: str) -> None:
         """Release one call of a server. Raises ``UsageError`` if it has none."""

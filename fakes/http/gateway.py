@@ -128,13 +128,13 @@ class SessionRouter:
 
     def choose(self, session: str | None) -> Worker | None:
         """Return the living worker of the session, or else the one with the fewest calls."""
-        living = self.living()
-        if not living:
+        candidates = self.candidates()
+        if not candidates:
             return None
         url = None if session is None else self._sessions.get(session)
-        worker = next((worker for worker in living if worker.url == url), None)
+        worker = next((worker for worker in candidates if worker.url == url), None)
         if worker is None:
-            worker = min(living, key=self.rank)
+            worker = min(candidates, key=self.rank)
         # a turn on another worker would prefill everything again
         if session is not None:
             self._sessions[session] = worker.url
@@ -148,6 +148,10 @@ class SessionRouter:
     def end_session(self, session: str) -> None:
         """Forget which worker a session has."""
         self._sessions.pop(session, None)
+
+    def candidates(self) -> list[Worker]:
+        """Return the workers that a new call may go to."""
+        return self.living()
 
     def living(self) -> list[Worker]:
         """Return the workers that are alive."""

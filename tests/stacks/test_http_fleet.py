@@ -77,6 +77,34 @@ def test_a_session_stays_with_its_server_and_leaves_a_dead_one() -> None:
     talk(conversation)
 
 
+def test_a_server_that_left_gets_no_new_calls_as_long_as_others_do() -> None:
+    """Its sessions move, each call is counted where it runs, and a joined server is chosen again;
+    if all have left, calls go on.
+    """
+
+    async def conversation(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
+        async def serving(session: str) -> str:
+            reply = await client.post(
+                f"{http.router}/inference/v1/generate", json=BODY, headers={"X-Session-ID": session}
+            )
+            assert 200 == reply.status_code
+            assert {"balancer/s0": 0.0, "balancer/s1": 0.0} == fleet.balancer.gauges()
+            return [event.server_id for event in fleet.recorder.events if isinstance(event, Call)][
+                -1
+            ]
+
+        first = await serving("a")
+        (other,) = {"s0", "s1"} - {first}
+        fleet.balancer.leave(first)
+        assert [other, other] == [await serving("a"), await serving("b")]
+        fleet.balancer.leave(other)
+        assert other == await serving("a")
+        fleet.balancer.join(first)
+        assert [first, first] == [await serving("a"), await serving("c")]
+
+    talk(conversation)
+
+
 def test_a_server_that_dies_breaks_the_connection() -> None:
     """As a process that is gone: no status, no body."""
 

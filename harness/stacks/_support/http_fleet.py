@@ -145,12 +145,16 @@ class FleetRouter(SessionRouter):
         # without any, a dead one has to break the connection: a stack must not be answered
         return super().living() or list(self.workers.values())
 
+    def candidates(self) -> list[Worker]:
+        # who has left gets no new calls, not those of its sessions either, but still updates
+        living, left = self.living(), self._balancer.left
+        return [worker for worker in living if self._ids[worker.url] not in left] or living
+
     def rank(self, worker: Worker) -> tuple[int, ...]:
         return (self._balancer.load[self._ids[worker.url]],)
 
     def begin(self, worker: Worker) -> None:
-        server_id = self._ids[worker.url]
-        self._balancer.acquire([name for name in self._ids.values() if name != server_id])
+        self._balancer.count(self._ids[worker.url])
 
     def end(self, worker: Worker) -> None:
         self._balancer.release(self._ids[worker.url])
