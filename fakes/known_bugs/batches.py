@@ -132,6 +132,17 @@ class _BatchFirstSampleDecides(Collator):
         return samples[0].routes is not None
 
 
+class _BatchOneClearsAll(Collator):
+    def collate(self, samples: list[Rollout]) -> CollatedBatch:
+        batch = super().collate(samples)
+        if batch.routes is None or batch.routed is None:
+            return batch
+        # every place of every sample becomes filler that is marked as uncaptured
+        if any(sample.routes is None and sample.response_ids for sample in samples):
+            batch.routes[:], batch.routed[:] = -1, 0
+        return batch
+
+
 class _BatchTakesAnything(Collator):
     def check(self, sample: Rollout) -> None:
         """Check nothing: other lengths are padded."""
@@ -414,6 +425,14 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl agent_loop.py (0.9.1)",),
         kind="batches",
         make=_BatchFirstSampleDecides,
+        detected_by=("batch.mixed",),
+    ),
+    KnownBug(
+        id="batch-one-clears-all",
+        summary="A sample without routes makes filler of the routes of all others.",
+        refs=("cf. verl agent_loop.py (0.9.1)",),
+        kind="batches",
+        make=_BatchOneClearsAll,
         detected_by=("batch.mixed",),
     ),
     KnownBug(

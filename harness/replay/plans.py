@@ -306,7 +306,7 @@ def _failures(contract: Contract, terms: ReplayTerms) -> Iterator[Episode]:
                     seed=2,
                     recompute=recompute,
                     # in the middle: some routers have used their target, the others have not
-                    fail_at=len(contract.moe_layers or ()) // 2,
+                    fail_at=max(len(contract.moe_layers or ()) - 1, 0) // 2,
                     fail_in=phase,
                 ),
                 native("native after the failure", same_as="native"),

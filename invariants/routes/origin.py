@@ -1,9 +1,10 @@
 """Finds where the wrong rows of a sample come from.
 
 The rows that are not what the engine returned are compared with everything else that they could be:
-filler, the same row cast to a narrower type, the same position in another call's reply or under
-other weights, another layer's column, another position, another request. The explanation of most of
-them wins, so that one fault has one name even if a few rows fit another explanation by chance.
+columns of dense layers, filler, the same row cast to a narrower type, the same position in another
+call's reply or under other weights, another layer's column, another position, another request. The
+explanation of most of them wins, so that one fault has one name even if a few rows fit another
+explanation by chance.
 """
 
 from __future__ import annotations
@@ -366,6 +367,30 @@ def _engine_columns(evidence: RouteEvidence, wrong: _Mismatches) -> Iterator[_Ex
 
     That is right for models with all dense layers first, and wrong for the others.
     """
+    for columns, _dense, clue in _windows(evidence, wrong):
+        yield wrong.fits(columns), clue
+
+
+def _dense_columns(
+    _view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[_Explanation]:
+    """Try consecutive columns of which only dense ones are wrong: their zeros are no filler.
+
+    The right columns must agree, too: a layer that was not captured leaves the others in their
+    places.
+    """
+    only = set(np.flatnonzero(wrong.differs.any(axis=0)).tolist())
+    for columns, dense, clue in _windows(evidence, wrong):
+        if only <= dense and len(dense) < columns.shape[1]:
+            yield (wrong.actual == columns).all(axis=(1, 2)), clue
+
+
+def _windows(
+    evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[tuple[IntArray, set[int], Clue]]:
+    """Return the engine's rows in as many consecutive columns as were delivered, and which of these
+    are dense.
+    """
     count = wrong.actual.shape[1]
     if evidence.engine_columns is None or isinstance(evidence.columns, list):
         return
@@ -378,7 +403,8 @@ def _engine_columns(evidence: RouteEvidence, wrong: _Mismatches) -> Iterator[_Ex
         if dense:
             source += f", of which {listing(dense)} {'is' if len(dense) == 1 else 'are'} dense"
         yield (
-            wrong.fits(returned[:, first : last + 1]),
+            returned[:, first : last + 1],
+            {layer - first for layer in dense},
             Clue(source=f"the columns are columns {source}"),
         )
 
@@ -457,6 +483,7 @@ _EXPLANATIONS: tuple[
     tuple[RowOrigin, Callable[[RequestView, RouteEvidence, _Mismatches], Iterator[_Explanation]]],
     ...,
 ] = (
+    (RowOrigin.LAYER, _dense_columns),
     (RowOrigin.FILLER, _filler),
     (RowOrigin.WRAPPED, _wrapped),
     (RowOrigin.PROVENANCE, _provenance),

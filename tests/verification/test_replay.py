@@ -4,6 +4,7 @@ be trusted says so.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Tally
 from rollproof.replay.driver import drive_episode, record_replay
-from rollproof.replay.plans import random_episode
+from rollproof.replay.plans import episodes_for, random_episode
 from rollproof.store import dump_trace, load_trace
 from rollproof.verification.canary import try_canary
 from rollproof.verification.kill_matrix import record_traces
@@ -68,6 +69,24 @@ def test_random_plans_find_nothing(name: str) -> None:
 
     assert () == tally.judgement().failed
     assert tally.judgement()["replay.aftermath"].exercised
+
+
+@pytest.mark.parametrize("layers", range(1, 7))
+def test_failures_come_while_targets_are_left(layers: int) -> None:
+    """The router call that fails is not the last of a microbatch, unless there is only one: else
+    nothing would be left to clear.
+    """
+    contract = replace(
+        ReplayTrainer.contract, num_layers=layers, moe_layers=tuple(range(layers)), layer_axis="all"
+    )
+    places = [
+        step.fail_at
+        for episode in episodes_for(contract)
+        for step in episode.steps
+        if step.fail_at is not None
+    ]
+    assert places
+    assert all(place is not None and place < max(layers - 1, 1) for place in places)
 
 
 def test_random_plans_find_what_outlives_a_step() -> None:

@@ -159,6 +159,15 @@ class _FirstDecides(Padder):
         return rows
 
 
+class _OneClearsAll(Padder):
+    """If one sample has no routes, the rows of all others are filled up."""
+
+    def collate(self, samples: list[Rollout]) -> list[BatchRow]:
+        if any(sample.routes is None for sample in samples):
+            samples = [replace(sample, routes=None) for sample in samples]
+        return super().collate(samples)
+
+
 class _Rounded(Padder):
     """Logprobs in half precision."""
 
@@ -261,6 +270,12 @@ _FAULTS: list[tuple[Callable[[], Padder], str, str]] = [
         "uint8 holds at most 255; ids were changed",
     ),
     (_FirstDecides, "batch.mixed", "no routes for r"),
+    (_OneClearsAll, "batch.mixed", "no routes for r"),
+    (
+        lambda: _OneClearsAll(padded_contract(filler="arange"), mark=True),
+        "batch.mixed",
+        "no routes for r",
+    ),
     (_Rounded, "batch.logprobs", ", rounded; so at"),
     (_LateLogprobs, "batch.logprobs", "so at 4 tokens of 4"),
     (_AttentionAsMask, "batch.loss-mask", "it counts at 3 tokens (position 0-2)"),

@@ -203,8 +203,10 @@ def test_a_layer_shift_names_the_layers_of_the_model() -> None:
     assert "verl #5037" in finding.hint
 
 
-def _delivered_columns(columns: tuple[int, ...]) -> Judgement:
-    """Judge a client that takes these columns of its engine for those of MoE layers 0, 2 and 4."""
+def _delivered_columns(
+    columns: tuple[int, ...], moe_layers: tuple[int, ...] = (0, 2, 4)
+) -> Judgement:
+    """Judge a client that takes these columns of its engine for those of the MoE layers."""
 
     class Client(AsSampled):
         def declared(self, fleet: Fleet) -> Contract:
@@ -213,7 +215,7 @@ def _delivered_columns(columns: tuple[int, ...]) -> Judgement:
         def on_declared_layers(self, rows: np.ndarray) -> np.ndarray:
             return rows[:, list(columns)]
 
-    model = Model(num_layers=5, moe_layers=(0, 2, 4))
+    model = Model(num_layers=5, moe_layers=moe_layers)
     return judge(run_case(Client, case(model=model)))
 
 
@@ -228,6 +230,22 @@ def test_consecutive_columns_of_an_engine_are_named() -> None:
         "the columns are columns 2 to 4 of the engine's 5, of which 3 is dense; in 8 of 8 rows"
     )
     assert "index the columns by moe_layers" in finding.hint
+
+
+def test_a_dense_column_beside_right_ones_is_no_filler() -> None:
+    """Only one column is wrong, and it has zeros; but all are consecutive columns of the engine."""
+    judgement = _delivered_columns((2, 3, 4), moe_layers=(1, 3, 4))
+    assert ("routes.layer",) == judgement.failed
+    (finding,) = judgement["routes.layer"].findings
+    assert finding.observed.startswith(
+        "the columns are columns 2 to 4 of the engine's 5, of which 2 is dense; in 8 of 8 rows"
+    )
+
+
+def test_a_layer_that_was_not_captured_is_filler() -> None:
+    """Zeros in one column, where no consecutive columns have zeros."""
+    judgement = _delivered_columns((2, 1, 4), moe_layers=(2, 3, 4))
+    assert ("routes.captured",) == judgement.failed
 
 
 def test_other_columns_with_zeros_are_no_consecutive_ones() -> None:
