@@ -133,8 +133,10 @@ class CodedPolicy:
                     f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot"
                     " have that many distinct experts."
                 )
-            if not isinstance(self.wide_logprobs, bool):
-                problems.append(f"wide_logprobs={self.wide_logprobs!r} must be a bool.")
+            # a case that is read from a file may hold anything
+            wide: object = self.wide_logprobs
+            if not isinstance(wide, bool):
+                problems.append(f"wide_logprobs={wide!r} must be a bool.")
             if self.eos_id >= self.vocab:
                 problems.append(f"eos_id={self.eos_id} must be below vocab={self.vocab}.")
         if problems:

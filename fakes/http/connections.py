@@ -92,7 +92,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or 
 
     def connection_made(self, transport: Any) -> None:
         self._pipe = transport
-        super().connection_made(TolerantTransport(transport))
+        tolerant: Any = TolerantTransport(transport)  # it has every method of the one it wraps
+        super().connection_made(tolerant)
 
     def data_received(self, data: bytes) -> None:
         # A client that sends its next request after an answer has read that answer. One that sends

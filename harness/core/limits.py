@@ -65,9 +65,11 @@ class RolloutLimits:
                 isinstance(value, int) and not isinstance(value, bool) and value >= least
             ):
                 problems.append(f"{name}={value!r} must be a whole number of at least {least}.")
-        if not isinstance(self.answers_cut_turns, bool):
-            problems.append(f"answers_cut_turns={self.answers_cut_turns!r} must be a bool.")
-        elif self.answers_cut_turns and self.turn_tokens is None:
+        # a caller without a type checker may have passed anything
+        answers: object = self.answers_cut_turns
+        if not isinstance(answers, bool):
+            problems.append(f"answers_cut_turns={answers!r} must be a bool.")
+        elif answers and self.turn_tokens is None:
             problems.append("answers_cut_turns=True needs turn_tokens, where turns are cut.")
         try:
             object.__setattr__(self, "answer_keeps", AnswerCut(self.answer_keeps))

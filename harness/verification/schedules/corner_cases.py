@@ -97,7 +97,8 @@ class _Corner:
         """
         for seed in range(self.seed, self.seed + 1000):
             policy = CodedPolicy.from_model(model, seed)
-            state, tokens = policy.start_state(prompt), []
+            state = policy.start_state(prompt)
+            tokens: list[int] = []
             while len(tokens) < self.budget and (
                 policy.eos_every is None or policy.eos_id not in tokens
             ):
