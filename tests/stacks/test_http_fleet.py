@@ -4,6 +4,7 @@ engines, virtual time and no sockets.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from rollproof.core.case import Action, ActionKind, Case, Trigger
-from rollproof.core.events.rollout import Call, Weights
+from rollproof.core.events.rollout import Call, Pause, Weights
 from rollproof.core.records import Request
 from rollproof.core.trace import Recorder
 from rollproof.errors import UsageError
@@ -161,3 +162,34 @@ def test_a_flavour_without_a_fake_server_is_refused() -> None:
         match=r"Flavour 'trtllm' has no fake HTTP server: there are \['sglang', 'vllm'\]",
     ):
         talk(conversation, flavour="trtllm")
+
+
+def test_a_server_that_left_the_balancer_gets_no_new_call_and_its_own_ones_are_counted() -> None:
+    """Its sessions move, what goes to all servers goes to it, and each call that runs is released
+    where it was counted, also one that began before the server left.
+    """
+
+    async def conversation(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
+        async def call() -> None:
+            reply = await client.post(
+                f"{http.router}/inference/v1/generate", json=BODY, headers={"X-Session-ID": "a"}
+            )
+            assert 200 == reply.status_code
+
+        running = asyncio.create_task(call())
+        await asyncio.sleep(1.5 * fleet.servers["s0"].options.step)
+        assert fleet.servers["s0"].in_flight
+        fleet.balancer.leave("s0")
+        await call()
+        await running
+        assert {"balancer/s0": 0.0, "balancer/s1": 0.0} == fleet.balancer.gauges()
+        await client.post(f"{http.router}/pause")
+        await client.post(f"{http.router}/resume")
+        fleet.balancer.leave("s1")
+        await call()
+        calls = [event.server_id for event in fleet.recorder.events if isinstance(event, Call)]
+        paused = [event.server_id for event in fleet.recorder.events if isinstance(event, Pause)]
+        assert (["s0", "s1"], {"s0", "s1"}) == (calls[:2], set(paused))
+        assert 3 == len(calls)
+
+    talk(conversation)

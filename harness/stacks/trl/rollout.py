@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,19 +18,20 @@ from rollproof.core.contract import Contract, MissingLogprobs, ResumeBy, Rows, T
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout, as_logprobs, as_tokens
 from rollproof.errors import SubjectError
+from rollproof.stacks._support.blocking import BlockingProcess
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.subjects import (
     StackOutput,
     StackSubject,
     budget_of,
     client_contract,
-    load_on_every_engine,
     record_turn,
 )
 from rollproof.stacks._support.tokenizer import IdTokenizer, spell
 from rollproof.stacks.trl.upstream import Trl
 
 if TYPE_CHECKING:
+    from rollproof.fakes.engine.fake_engine import FakeEngine
     from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["LoopSubject"]
@@ -60,6 +61,7 @@ class LoopSubject(StackSubject):
         self._count = SimpleNamespace(value=0)
         self._labels: dict[int, int] = {0: fleet.case.first_version}
         self._trainer = _Trainer(self)
+        self._process, self._updating = BlockingProcess(), asyncio.Lock()
         # TRL draws a seed for every call, and the trace records it
         random.seed(fleet.case.seed)
         self.contract: Contract = loop_contract(fleet, multi_turn=self._multi_turn)
@@ -82,8 +84,12 @@ class LoopSubject(StackSubject):
 
         TRL numbers its updates, so one that the schedule gives no label has a number, too.
         """
-        _LABEL.set(self._fleet.weights_of(None) if version is None else version)
-        self._trl.trainer.AsyncGRPOTrainer._sync_weight_merged(self._trainer, 0.0)
+        # a process that blocks does one update after the other
+        async with self._updating:
+            _LABEL.set(self._fleet.weights_of(None) if version is None else version)
+            await self._process.run(
+                lambda: self._trl.trainer.AsyncGRPOTrainer._sync_weight_merged(self._trainer, 0.0)
+            )
 
     def to_record(self, native: StackOutput) -> Rollout:
         """The only sample of a conversation: there would be several if its turns did not continue
@@ -108,24 +114,38 @@ class LoopSubject(StackSubject):
 
     def transfer(self) -> None:
         """TRL's transfer to all servers of its address. Raises what the first one raises."""
-        load_on_every_engine(self._fleet, _LABEL.get())
+        label = _LABEL.get()
+        version = self._fleet.weights_of(label)
+
+        async def load() -> None:
+            loads = (
+                engine.load(version, label, identity=version == engine.version)
+                for engine in self._fleet.servers.values()
+            )
+            # servers are processes of their own: one that fails does not stop the others
+            results = await asyncio.gather(*loads, return_exceptions=True)
+            for error in results:
+                if error is not None:
+                    raise error
+
+        self._process.wait(load())
 
     def pause(self) -> None:
-        """Pause all servers; in mode keep no engine waits for anything."""
-        for engine in self._fleet.servers.values():
-            if engine.alive:
-                _without_waiting(engine.pause(PauseMode.KEEP, True))
+        """Pause all servers."""
+        self._process.wait(self._on_each(lambda engine: engine.pause(PauseMode.KEEP, True)))
 
     def resume(self) -> None:
-        """Resume all servers, which no engine waits for either."""
-        for engine in self._fleet.servers.values():
-            if engine.alive:
-                _without_waiting(engine.resume())
+        """Resume all servers."""
+        self._process.wait(self._on_each(lambda engine: engine.resume()))
 
     def publish(self, count: int) -> None:
         """Remember the label of TRL's update number ``count``."""
         self._labels[count] = _LABEL.get()
         self._count.value = count
+
+    async def _on_each(self, call: Callable[[FakeEngine], Awaitable[None]]) -> None:
+        """Call every living server at once, as their address does."""
+        await asyncio.gather(*(call(e) for e in self._fleet.servers.values() if e.alive))
 
     def _make_loop(self, request: Request, stop: asyncio.Event) -> Any:
         """TRL's loop over this one conversation."""
@@ -233,16 +253,6 @@ class _OneGroupQueue(asyncio.Queue[Any]):
 
 def _no_reward(completions: list[Any], **_columns: Any) -> list[float]:
     return [0.0] * len(completions)
-
-
-def _without_waiting(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work``, which must not wait: TRL's trainer blocks its process meanwhile."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    work.close()
-    raise SubjectError("An engine had to wait where TRL's trainer blocks its process.")
 
 
 def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
