@@ -164,6 +164,21 @@ class RouteEvidence:
                 parts.append(piece.rows[inside - piece.start])
         return np.concatenate(parts)
 
+    def is_from(self, position: int) -> bool:
+        """Return whether the delivered rows are those that the engines returned from ``position``
+        on.
+        """
+        if self.routes is None or not self.shape_fits:
+            return False
+        positions = np.arange(position, position + self.rows)
+        if any(self.attempt_at(int(place)) is None for place in positions):
+            return False
+        returned = self.returned(positions)
+        # Engine and sample may number their layers in ways that cannot be compared.
+        if self.cells(returned).shape != self.routes[:, self.columns].shape:
+            return False
+        return not self._differ(self.routes, returned).any()
+
     def attempt_at(self, position: int) -> int | None:
         """Return the attempt that captured the row of ``position``."""
         return next(

@@ -90,6 +90,24 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
             ),
             where=where,
         )
+    begins = evidence.start + allowed - rows
+    if (
+        rows
+        and evidence.start
+        and evidence.is_from(begins)
+        and not evidence.is_from(evidence.start)
+    ):
+        return CountCause(
+            observed=(
+                f"{rows} rows, those from position {begins} on; routes_start says that they begin"
+                f" at position {evidence.start}"
+            ),
+            hint=(
+                "Every row belongs to another token then. Row i is of the forward pass of the token"
+                " at position routes_start + i: cut the array at that position."
+            ),
+            where={"position": evidence.start},
+        )
     # Engines differ in whether they return a row for the last token, which no forward pass
     # computed.
     if rows == allowed + 1 and contract.rows is Rows.FORWARDED:

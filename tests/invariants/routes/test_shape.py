@@ -215,6 +215,28 @@ def test_a_sample_with_an_offset_is_counted_from_there() -> None:
     assert judged["routes.position"].exercised == {"rows compared": 5}
 
 
+@pytest.mark.parametrize(("begins", "rows"), [(3, 6), (6, 3), (1, 8)])
+def test_rows_that_begin_elsewhere_than_declared_are_named(begins: int, rows: int) -> None:
+    """The content says where the rows begin: the end has neither a row too many nor too few."""
+    story = RoutedRequest()
+    finding = only_finding(story.judged(story.good()[begins:], routes_start=4), "routes.rows")
+    assert finding.observed == (
+        f"{rows} rows, those from position {begins} on; routes_start says that they begin at"
+        " position 4"
+    )
+    assert finding.where == {"request": "r0", "position": 4}
+    assert "routes_start + i" in finding.hint
+
+
+def test_a_row_too_many_after_an_offset_is_that_of_the_last_token() -> None:
+    """The same count with another cause: the rows begin where they should, and one was added."""
+    story = RoutedRequest()
+    rows = np.concatenate([story.good()[4:], story.good()[-1:]])
+    finding = only_finding(story.judged(rows, routes_start=4), "routes.rows")
+    assert finding.observed.startswith("6 rows, one more than tokens were forwarded")
+    assert finding.hint.startswith("Drop the row of the last token")
+
+
 def test_a_captured_prefix_may_end_anywhere() -> None:
     """SkyRL hands over the rows that it has; more rows than were captured are not a prefix."""
     story = RoutedRequest(changes={"rows": "captured-prefix"})
