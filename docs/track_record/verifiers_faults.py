@@ -106,6 +106,20 @@ async def abort() -> None:
         print(VERSION, f"{recorded}, the agent is told {shown!r}")
 
 
+async def cut_turn() -> None:
+    """The environment answers a turn that the engine aborted, and its tokens are trained on."""
+    for reason in ("stop", "abort"):
+        out = await response([7, 8], reason)
+        trace = Trace(task=TraceTask(type="t", data={}), agent=AgentInfo(config={}))
+        messages: list[Any] = [UserMessage(content="a")]
+        prepare_turn(trace, messages).commit(out)
+        messages += [out.message, UserMessage(content="b")]
+        turn(trace, messages, [1, 2, 7, 8, 3], [9], None)
+        branch = trace.branches[-1]
+        trained = [int(sampled) for sampled in branch.sampled_mask]
+        print(VERSION, f"turn 1 ended by {reason!r}: tokens {branch.token_ids}, mask {trained}")
+
+
 def routes_gap() -> None:
     """After a turn that was aborted before its first token a conversation has no routes, though the
     next call returned them all.
@@ -126,4 +140,4 @@ def routes_gap() -> None:
 
 
 if __name__ == "__main__":
-    run(abort, routes_gap)
+    run(abort, cut_turn, routes_gap)

@@ -1,4 +1,4 @@
-"""Parts of AReaL, with two schedules that show faults of theirs."""
+"""Parts of AReaL, with schedules that show faults of theirs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ABORTS = 24
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArealPart(Part):
-    """A part whose schedules end with a request that is aborted again and again, and one whose
-    reply an update overtakes.
+    """A part whose schedules end with a request that is aborted again and again, one whose reply an
+    update overtakes, and one that goes on after a weight transfer that broke.
     """
 
     def cases(self, profile: str, seed: int | None = None) -> Iterator[Case]:
@@ -27,6 +27,7 @@ class ArealPart(Part):
         for flavour in self.flavours:
             yield _aborted_often(flavour)
             yield _overtaken(flavour)
+            yield _broken_transfer(flavour)
 
 
 def _aborted_often(flavour: str) -> Case:
@@ -47,3 +48,12 @@ def _overtaken(flavour: str) -> Case:
     late = Action(when=Trigger(request="r0", tokens=1), do=ActionKind.LATE_REPLY, steps=30)
     update = Action(when=Trigger(request="r1", tokens=6), do=ActionKind.SYNC)
     return Case(flavour=flavour, requests=requests, actions=(late, update))
+
+
+def _broken_transfer(flavour: str) -> Case:
+    """The request is aborted for an update whose transfer breaks, and another one follows it."""
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=8) for i in range(2)
+    )
+    update = Action(when=Trigger(request="r0", tokens=3), do=ActionKind.SYNC_FAILS)
+    return Case(flavour=flavour, requests=requests, arrivals=(0, 60), actions=(update,))
