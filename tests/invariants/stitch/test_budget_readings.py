@@ -1,4 +1,4 @@
-"""What the budget of a multi-turn request counts: each reading passes, unless a limit is declared."""
+"""What the budget of several turns counts: each reading passes, unless a limit is declared."""
 
 from __future__ import annotations
 
