@@ -299,9 +299,29 @@ class Contract:
         return self.num_layers if self.layer_axis is LayerAxis.ALL else len(self.moe_layers)
 
     @property
+    def expert_count(self) -> int:
+        """``num_experts`` of a contract with routes; 0 without them."""
+        return self.num_experts or 0
+
+    @property
+    def layer_count(self) -> int:
+        """``num_layers`` of a contract with routes; 0 without them."""
+        return self.num_layers or 0
+
+    @property
+    def choice_count(self) -> int:
+        """``top_k`` of a contract with routes; 0 without them."""
+        return self.top_k or 0
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """``moe_layers`` of a contract with routes; none without them."""
+        return self.moe_layers or ()
+
+    @property
     def moe_columns(self) -> tuple[int, ...]:
         """Columns of the layer axis that hold captured choices (the MoE layers)."""
-        moe = self.moe_layers or ()
+        moe = self.routed_layers
         return moe if self.layer_axis is LayerAxis.ALL else tuple(range(len(moe)))
 
     def layer_of_column(self, column: int) -> int:
@@ -310,7 +330,7 @@ class Contract:
         # (verl#5037)
         if self.layer_axis is LayerAxis.ALL:
             return column
-        return (self.moe_layers or ())[column]
+        return self.routed_layers[column]
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -119,14 +119,14 @@ def _is_blank(contract: Contract, row: BatchRow) -> bool:
     if row.routes.shape[1:] != (contract.route_layers, contract.top_k):
         return False
     rows = _moe(contract, row.routes)
-    return bool(is_filler(rows, contract.filler, contract.num_experts or 1).all())
+    return bool(is_filler(rows, contract.filler, contract.expert_count).all())
 
 
 def _wrapped(contract: Contract, placed: Placed, expected: IntArray) -> str | None:
     """Return the narrow type to which the ids were cast, if that explains every row."""
     actual = placed.rows_at(np.arange(len(expected))).astype(np.int64)
     # Fewer than 128 experts fit into every integer type, so that nothing can wrap.
-    if len(actual) < len(expected) or (contract.num_experts or 0) < 128:
+    if len(actual) < len(expected) or contract.expert_count < 128:
         return None
     for name in ("uint8", "int8", "int16", "uint16"):
         cast = expected.astype(name).astype(np.int64)
@@ -197,7 +197,7 @@ def _owner(batch: Conversion, placed: Placed, cell: IntArray) -> tuple[str, int]
 )
 def batch_expert_ids(batch: Conversion, out: Collector) -> None:
     """Check that the integer type of the batch holds every expert id."""
-    largest = (batch.contract.num_experts or 1) - 1
+    largest = batch.contract.expert_count - 1
     for placed in _judged(batch):
         assert placed.row.routes is not None and placed.sample.routes is not None
         out.exercised("rows with routes")
@@ -265,7 +265,7 @@ def batch_filler(batch: Conversion, out: Collector) -> None:
         allowed_rows, rows = marked.copy(), _moe(contract, placed.row.routes)
         for kind in allowed - {None, Filler.NONE}:
             fits = (
-                is_filler(rows, kind, contract.num_experts or 1, before=rows[:1])
+                is_filler(rows, kind, contract.expert_count, before=rows[:1])
                 if kind is not None
                 else marked
             )
@@ -287,7 +287,7 @@ def _report_filler(
 ) -> None:
     contract = batch.contract
     description = next(
-        (str(kind) for kind in Filler if is_filler(row[None], kind, contract.num_experts or 1)[0]),
+        (str(kind) for kind in Filler if is_filler(row[None], kind, contract.expert_count)[0]),
         f"experts {row[0].tolist()}",
     )
     out.finding(
@@ -390,7 +390,7 @@ def _legal_places(contract: Contract, row: BatchRow, places: Places) -> Places:
     if row.routed is not None:
         places = places[row.routed[places] != 0]
     rows = _moe(contract, row.routes[places])
-    return places[((rows >= 0) & (rows < (contract.num_experts or 1))).all(axis=(1, 2))]
+    return places[((rows >= 0) & (rows < contract.expert_count)).all(axis=(1, 2))]
 
 
 def _describe(contract: Contract, row: BatchRow, places: Places) -> str:
@@ -490,10 +490,10 @@ def _outcome_of_field(placed: Placed, field: str, length: int) -> str:
     if field == "loss_mask" or not placed.sound:
         return f"the mask of {length} was used for {count(response, 'token')}"
     remaining = placed.response_places[length:]
-    masked = placed.row.loss_mask is not None and placed.misfit("loss_mask") is None
+    mask = placed.row.loss_mask
     counted = (
-        placed.row.loss_mask[remaining] != 0
-        if masked and placed.row.loss_mask is not None
+        mask[remaining] != 0
+        if mask is not None and placed.misfit("loss_mask") is None
         else np.ones(len(remaining), dtype=bool)
     )
     filled = counted & ~np.isnan(array[remaining])

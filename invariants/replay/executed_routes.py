@@ -111,7 +111,7 @@ def replay_assignments(view: StepView, out: Collector) -> None:
     drops = drops_padding(view)
     if not view.replays or not view.regular or _shows_nothing(view, out):
         return
-    top_k, experts = view.contract.top_k or 1, view.contract.num_experts or 1
+    top_k, experts = view.contract.choice_count, view.contract.expert_count
     for call in view.calls_of("policy"):
         ordered = np.sort(call.experts, axis=1)
         # Padding that executes nothing in native steps either is masked by design.
@@ -381,9 +381,7 @@ def _misrecorded(contract: Contract, recorded: IntArray | None, chosen: IntArray
     if not wrong.any():
         return None
     row, column = (int(index) for index in np.argwhere(wrong)[0])
-    layers = [
-        (contract.moe_layers or ())[int(column)] for column in np.flatnonzero(wrong.any(axis=0))
-    ]
+    layers = [contract.routed_layers[int(column)] for column in np.flatnonzero(wrong.any(axis=0))]
     return (
         f"other experts in {share(int(wrong.any(axis=1).sum()), len(recorded_ids), 'row')},"
         f" layers {ranges(layers)}: row {row} holds {recorded_ids[row, column].tolist()} where"

@@ -61,7 +61,7 @@ class Executed:
 
     @classmethod
     def _of(cls, view: StepView, phase: Phase) -> Executed:
-        top_k = view.contract.top_k or 1
+        top_k = view.contract.choice_count
         pieces = []
         for call in view.calls_of("policy", phase):
             column = view.targets.column(call.layer)
@@ -110,7 +110,7 @@ class Executed:
     @cached_property
     def distinct(self) -> npt.NDArray[np.bool_]:
         """``(rows,)``: whether the row executed top_k distinct experts in range."""
-        inside = (self.ordered >= 0) & (self.ordered < (self.view.contract.num_experts or 1))
+        inside = (self.ordered >= 0) & (self.ordered < self.view.contract.expert_count)
         return np.asarray(
             inside.all(axis=1) & (self.ordered[:, 1:] != self.ordered[:, :-1]).all(axis=1)
         )

@@ -99,7 +99,7 @@ def _compare(
 ) -> None:
     expected_rows = oracle.routes(span.version, ids[: span.end], span.start)
     contract = _engine_contract(view)
-    moe = list(contract.moe_layers or ())
+    moe = list(contract.routed_layers)
     if contract.layer_axis is LayerAxis.MOE:
         expected_rows = expected_rows[:, moe]
     if rows.shape == expected_rows.shape and (rows == expected_rows).all():

@@ -377,7 +377,7 @@ def _engine_columns(
     if not pieces:
         return None, True
     layers, top_k = pieces[0].rows.shape[1:]
-    moe = contract.moe_layers or ()
+    moe = contract.routed_layers
     # The engine may return all layers while the stack delivers MoE layers only; both contracts say
     # which.
     axis = (

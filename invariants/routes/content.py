@@ -91,7 +91,7 @@ def routes_layer(view: RequestView, out: Collector) -> None:
     if not _compared(view, out) or (group := group_of(view, RowOrigin.LAYER)) is None:
         return
     contract = view.contract
-    moe = contract.moe_layers or ()
+    moe = contract.routed_layers
     if group.clue.shift is not None:
         column = max(0, -group.clue.shift)
         observed = (
@@ -103,7 +103,7 @@ def routes_layer(view: RequestView, out: Collector) -> None:
         observed, where = group.clue.source, view.place(position=int(group.positions[0]))
     # vLLM and SGLang return zero columns for dense layers, TensorRT-LLM returns none: a mapping by
     # position shifts every later layer.
-    dense = (contract.num_layers or 0) - len(moe)
+    dense = contract.layer_count - len(moe)
     out.finding(
         "the layers are in the wrong columns",
         expected=(
@@ -277,7 +277,7 @@ def routes_filler(view: RequestView, out: Collector) -> None:
         return
     # Consumers mask filler by its declared value, so that another one is replayed as a choice.
     evidence, contract = comparison.of(view), view.contract
-    experts = contract.num_experts or 1
+    experts = contract.expert_count
     if not evidence.uncaptured:
         out.exercised("samples without filler")
         return
@@ -314,13 +314,13 @@ def routes_filler(view: RequestView, out: Collector) -> None:
             matches = is_filler(
                 rows,
                 kind or Filler.NONE,
-                contract.num_experts or 1,
+                contract.expert_count,
                 evidence.delivered(max(0, low - 1), low),
             )
             # If the row before it is wrong, other checks report that.
             if kind is Filler.PREVIOUS and evidence.attempt_at(low - 1) is not None:
                 matches |= is_filler(
-                    rows, kind, contract.num_experts or 1, evidence.expected(np.array([low - 1]))
+                    rows, kind, contract.expert_count, evidence.expected(np.array([low - 1]))
                 )
             wrong = low + np.flatnonzero(of_kind & ~matches)
             if len(wrong):
@@ -335,9 +335,9 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, wrong:
         (
             str(filler)
             for filler in Filler
-            if is_filler(row, filler, contract.num_experts or 1, before)[0]
+            if is_filler(row, filler, contract.expert_count, before)[0]
             # an ordinary choice looks like arange now and then
-            and filler_chance(filler, row.shape[1], row.shape[2], contract.num_experts or 1) < 1e-3
+            and filler_chance(filler, row.shape[1], row.shape[2], contract.expert_count) < 1e-3
         ),
         "ids that look like a choice",
     )
@@ -398,7 +398,7 @@ def routes_content(view: RequestView, out: Collector) -> None:
         observed=f"experts {actual[column].tolist()}; wrong in {amount(view, group)}",
         where=view.place(
             position=first,
-            layer=(view.contract.moe_layers or ())[column],
+            layer=view.contract.routed_layers[column],
             segment=view.segment_of(first),
         ),
         hint=(
@@ -412,10 +412,7 @@ def routes_content(view: RequestView, out: Collector) -> None:
 def _has_dense_columns(contract: Contract) -> str | None:
     if (reason := has_routes(contract)) is not None:
         return reason
-    if (
-        contract.layer_axis is LayerAxis.MOE
-        or len(contract.moe_layers or ()) == contract.num_layers
-    ):
+    if contract.layer_axis is LayerAxis.MOE or len(contract.routed_layers) == contract.num_layers:
         return "no dense layer has a column (layer_axis, moe_layers)"
     return (
         "top_k is 1: one id cannot be distinguished from a filler" if contract.top_k == 1 else None
@@ -442,11 +439,7 @@ def routes_dense_columns(view: RequestView, out: Collector) -> None:
     if len(evidence.mismatched):
         out.absent("rows that another check explains")
         return
-    dense = [
-        layer
-        for layer in range(contract.num_layers or 0)
-        if layer not in (contract.moe_layers or ())
-    ]
+    dense = [layer for layer in range(contract.layer_count) if layer not in contract.routed_layers]
     for piece in evidence.pieces:
         low, high = max(piece.start, evidence.start), min(piece.end, evidence.end)
         if low >= high or evidence.routes is None:
@@ -460,7 +453,7 @@ def routes_dense_columns(view: RequestView, out: Collector) -> None:
         if engine_cells is not None and (cells == engine_cells).all():
             continue
         ids = cells.astype(np.int64)
-        steps = (ids[:, :, 1:] - ids[:, :, :-1]) % (contract.num_experts or 1)
+        steps = (ids[:, :, 1:] - ids[:, :, :-1]) % contract.expert_count
         # What differs between rows and is neither one repeated id nor counting up cannot be a
         # filler.
         suspicious = (cells != cells[:1]).any(axis=2) & (steps > 1).any(axis=2)

@@ -69,7 +69,7 @@ def _judged_rows(
         # A row that an engine itself filled, or a row of a trace without replies: not captured, and
         # declared as such.
         assert filler is not None
-        judged &= ~is_filler(rows, filler, view.contract.num_experts or 1)
+        judged &= ~is_filler(rows, filler, view.contract.expert_count)
     return rows, judged
 
 
@@ -88,7 +88,7 @@ def routes_distinct(view: RequestView, out: Collector) -> None:
     evidence = _readable(view, out)
     if evidence is None:
         return
-    experts = view.contract.num_experts or 1
+    experts = view.contract.expert_count
     for low, high in evidence.captured:
         out.exercised(_ROWS, high - low)
         # The exact search sorts; this one reads memory once and never misses a repetition.
@@ -123,7 +123,7 @@ def routes_in_range(view: RequestView, out: Collector) -> None:
     if evidence is None:
         return
     assert evidence.routes is not None
-    experts = view.contract.num_experts or 1
+    experts = view.contract.expert_count
     limits = np.iinfo(evidence.routes.dtype)
     for low, high in evidence.captured:
         out.exercised(_ROWS, high - low)
@@ -159,7 +159,7 @@ def _report_cells(
 ) -> None:
     first, column = (int(i) for i in np.argwhere(wrong)[0])
     positions = low + np.flatnonzero(wrong.any(axis=1))
-    moe = view.contract.moe_layers or ()
+    moe = view.contract.routed_layers
     layers = int(wrong.sum(axis=1).max())
     cell = rows[first, column].tolist()
     out.finding(
@@ -178,7 +178,7 @@ def _report_cells(
 
 
 def _value_hint(contract: Contract, cell: list[int]) -> str:
-    experts = contract.num_experts or 1
+    experts = contract.expert_count
     if not any(cell):
         return (
             "Zeros are a buffer that was never written: prompt rows that were never finalised"
@@ -222,12 +222,12 @@ def routes_live(view: RequestView, out: Collector) -> None:
         out.absent("no rows, or rows that another check explains")
         return
     out.exercised(_ROWS, captured)
-    moe = view.contract.moe_layers or ()
+    moe = view.contract.routed_layers
     zero_layers = _dead_columns(evidence)
     # With top_k 1 a layer of zeros is one expert that is always chosen, which a small trace can
     # show by chance.
     if view.contract.top_k == 1 and not _beyond_chance(
-        view, captured * log2(view.contract.num_experts or 1)
+        view, captured * log2(view.contract.expert_count)
     ):
         zero_layers = []
     if zero_layers:
@@ -291,7 +291,7 @@ def _only_filler(evidence: RouteEvidence) -> bool:
     if not contract.reply_gaps or contract.filler in (None, Filler.NONE) or rows < 1:
         return False
     shown = evidence.delivered(evidence.start, evidence.start + rows)
-    return bool(is_filler(shown, contract.filler, contract.num_experts or 1).all())
+    return bool(is_filler(shown, contract.filler, contract.expert_count).all())
 
 
 def _dead_columns(evidence: RouteEvidence) -> list[int]:
@@ -318,7 +318,7 @@ def _all_equal(evidence: RouteEvidence) -> bool:
 
 
 def _choice_bits(contract: Contract) -> float:
-    return log2(comb(contract.num_experts or 1, contract.top_k or 1))
+    return log2(comb(contract.expert_count, contract.choice_count))
 
 
 def _beyond_chance(view: RequestView, bits: float) -> bool:

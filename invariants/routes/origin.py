@@ -225,7 +225,7 @@ def _significant(evidence: RouteEvidence, wrong: _Mismatches, fits: BoolArray) -
 
 def _bits(evidence: RouteEvidence, k: int) -> float:
     """Return the information in one cell that agrees."""
-    return log2(perm(evidence.contract.num_experts or 1, k))
+    return log2(perm(evidence.contract.expert_count, k))
 
 
 def _has_explanation(
@@ -239,7 +239,7 @@ def _unexplained(
     evidence: RouteEvidence, wrong: _Mismatches, remaining: BoolArray
 ) -> list[WrongRows]:
     """Split what nothing explains into rows with values that cannot be a choice, and the rest."""
-    experts = evidence.contract.num_experts or 0
+    experts = evidence.contract.expert_count
     sorted_cells = np.sort(wrong.actual, axis=2)
     repeated = (sorted_cells[..., 1:] == sorted_cells[..., :-1]).any(axis=(1, 2))
     impossible = remaining & (
@@ -260,7 +260,7 @@ def _filler(
 ) -> Iterator[_Explanation]:
     assert evidence.routes is not None
     wrong_cells = np.where(wrong.differs[..., None], wrong.actual, -2)
-    experts, top_k = evidence.contract.num_experts or 1, wrong.actual.shape[2]
+    experts, top_k = evidence.contract.expert_count, wrong.actual.shape[2]
     # The fillers of SGLang and verl (zeros), vLLM's padded tokens (-1) and SkyRL and slime
     # (arange).
     for kind in (Filler.ZEROS, Filler.MINUS_ONE, Filler.ARANGE):
@@ -314,7 +314,7 @@ def _provenance(
                 first = int(wrong.positions[fits][0])
                 yield fits, Clue(attempt=attempt.number, version=row_version(reply, first))
     if view.oracle is not None:
-        moe = list(evidence.contract.moe_layers or ())
+        moe = list(evidence.contract.routed_layers)
         # Weights that no reply used: an engine or stack recomputed the rows after the sampling.
         for version in list(dict.fromkeys(update.version for update in view.history.updates))[-8:]:
             rows = view.oracle.routes(version, view.total_ids)[wrong.positions][:, moe]
@@ -354,7 +354,7 @@ def _layer(
         for column, _ in pairs
     )
     if len(pairs) > 1 and 2 * len(pairs) >= len(columns) and bits >= _MIN_BITS:
-        moe = evidence.contract.moe_layers or ()
+        moe = evidence.contract.routed_layers
         mapping = ", ".join(
             f"layer {moe[column]}'s column holds layer {moe[source]}"
             for column, source in pairs[:4]

@@ -214,7 +214,7 @@ def routes_shape(view: RequestView, out: Collector) -> None:
         return
     contract = view.contract
     layers, top_k = evidence.routes.shape[1:]
-    moe = len(contract.moe_layers or ())
+    moe = len(contract.routed_layers)
     hint = "Read layers and top_k from the model config, never from the size of a buffer."
     # miles and AReaL infer k by reshape(rows, -1), which hides a buffer of the wrong size.
     if top_k != contract.top_k:
@@ -258,7 +258,7 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
         return
     out.exercised("samples with routes")
     contract, dtype = view.contract, evidence.routes.dtype
-    largest = (contract.num_experts or 1) - 1
+    largest = contract.expert_count - 1
     limit = int(np.iinfo(dtype).max)
     wrapped = group_of(view, RowOrigin.WRAPPED)
     if limit < largest or wrapped is not None:
