@@ -1,0 +1,163 @@
+"""What the checks make of every small change of correct traces is what was recorded.
+
+``python -m tests.invariants.test_changed_events`` records it again. A recorded outcome is not
+judged right by that: other tests say what is right. These show what a change of a check alters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollproof.core.trace import Trace
+from rollproof.fakes.trainers.reference_layouts import MegatronLike
+from rollproof.fakes.trainers.reference_trainers import (
+    CapturedPrefix,
+    DenseFirst,
+    OneExpert,
+    RecordingTrainer,
+)
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.invariants import default_registry
+from rollproof.layouts import Fill, Layout, Order, Side
+from rollproof.layouts.functions import FUNCTIONS
+from rollproof.layouts.layout_cases import layout_calls
+from rollproof.replay.driver import record_replay
+from rollproof.verification.batches import record_batches
+from rollproof.verification.layouts import record_layouts
+from tests.support.changed_events import outcomes
+from tests.support.padded_batches import Padder, padded_contract
+from tests.support.routed_requests import RoutedRequest, Segment
+
+RECORDED = Path(__file__).parent / "recorded"
+_CHANGES = {"layout": 18, "batch": 150, "replay": 60, "routes": 90}
+"""About how many changes of one trace are judged."""
+
+
+class FourChoices(ReplayTrainer):
+    """Four experts per token, so that equal ones need not be neighbours of the first."""
+
+    layout = Layout(num_layers=2, num_experts=8, top_k=4)
+
+
+_LAYOUTS: dict[str, Layout] = {
+    "packed": MegatronLike.layout,
+    "padded": replace(
+        MegatronLike.layout,
+        packed=False,
+        side=Side.LEFT,
+        order=Order.BATCH_MAJOR,
+        fill=Fill.SPREAD,
+        final=Fill.SENTINEL,
+    ),
+}
+
+
+def _layout_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    for name in FUNCTIONS:
+        for words, layout in _LAYOUTS.items():
+            calls = list(layout_calls(name, layout, draws=1))
+            for call in {0: calls[0], 1: calls[len(calls) // 2], 2: calls[-1]}.values():
+                made = lambda name=name, call=call: record_layouts(  # noqa: E731
+                    MegatronLike, calls=[(name, call)]
+                )
+                yield f"{name}, {words}, {calls.index(call)}", made
+
+
+def _batch_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    for mark, changes in (
+        (False, {}),
+        (True, {"filler": "zeros", "rows": "T", "final_row": "arange"}),
+        (True, {"rows": "captured-prefix", "missing_logprobs": "masked", "abort_surfaces": True}),
+    ):
+        made = lambda mark=mark, changes=changes: record_batches(  # noqa: E731
+            lambda: Padder(padded_contract(**changes), mark)
+        )
+        yield f"{changes}, marked {mark}", made
+
+
+def _replay_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    for trainer, episodes in (
+        (ReplayTrainer, ("self-replay", "drift", "old logprobs", "switching", "bad routes")),
+        (ReplayTrainer, ("failure in forward", "evaluation", "model critic", "edges")),
+        (RecordingTrainer, ("self-replay", "full recompute")),
+        (DenseFirst, ("self-replay",)),
+        (CapturedPrefix, ("self-replay", "bad routes")),
+        (OneExpert, ("self-replay",)),
+        (FourChoices, ("self-replay",)),
+    ):
+        for episode in episodes:
+            made = lambda trainer=trainer, episode=episode: record_replay(  # noqa: E731
+                trainer, only=(episode,)
+            )
+            yield f"{trainer.__name__}, {episode}", made
+
+
+def _route_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    contracts: tuple[dict[str, Any], ...] = (
+        {},
+        {"provenance": "latest-prefill"},
+        {"rows": "T", "final_row": "arange"},
+        {"rows": "captured-prefix"},
+        {"num_layers": 4, "moe_layers": (1, 3), "layer_axis": "all"},
+        {"num_layers": 4, "moe_layers": (1, 3), "layer_axis": "moe"},
+        {"num_experts": 256, "top_k": 1},
+        {"num_experts": 300, "top_k": 4, "dtype": "int16", "filler": "minus-one"},
+    )
+    for changes in contracts:
+        for segments in ((Segment(3, 1), Segment(2, 2)), (Segment(2, 1), Segment(1, 1, False))):
+            request = RoutedRequest(segments=segments, changes=changes)
+            other = RoutedRequest(request_id="r1", prompt=4, changes=changes)
+            made = lambda request=request, other=other: request.trace(  # noqa: E731
+                request.good(), other
+            )
+            yield f"{changes}, {[segment.tokens for segment in segments]}", made
+
+
+TRACES: dict[str, dict[str, Callable[[], Trace]]] = {
+    "layout": dict(_layout_traces()),
+    "batch": dict(_batch_traces()),
+    "replay": dict(_replay_traces()),
+    "routes": dict(_route_traces()),
+}
+
+
+def outcomes_of(family: str, name: str) -> dict[str, str]:
+    """The outcomes of the changes of one trace."""
+    registry = default_registry().select([family])
+    return outcomes(TRACES[family][name](), registry, _CHANGES[family])
+
+
+def recorded(family: str) -> dict[str, dict[str, str]]:
+    """What is recorded of a family."""
+    read: dict[str, dict[str, str]] = json.loads((RECORDED / f"{family}.json").read_text("utf-8"))
+    return read
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, traces in TRACES.items() for name in traces]
+)
+def test_every_small_change_of_a_correct_trace_is_judged_as_recorded(
+    family: str, name: str
+) -> None:
+    """Verdicts, kinds, places, counters and words, by change and check."""
+    assert recorded(family)[name] == outcomes_of(family, name)
+
+
+def main() -> None:
+    """Record the outcomes of all traces."""
+    RECORDED.mkdir(exist_ok=True)
+    for family, traces in TRACES.items():
+        contents = {name: outcomes_of(family, name) for name in traces}
+        (RECORDED / f"{family}.json").write_text(
+            json.dumps(contents, indent=0, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

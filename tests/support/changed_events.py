@@ -1,0 +1,180 @@
+"""All small changes of a trace, and what the checks of a family make of each of them.
+
+The changes know nothing of the checks: every value of every event is made another one, in turn. So
+they reach the branches that nobody thought of when the checks were written.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from rollproof.core.events.base import Event
+from rollproof.core.trace import Trace
+from rollproof.errors import RollproofError
+from rollproof.judging.checks import CheckResult, Verdict
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge
+
+__all__ = ["changes_of", "outcomes"]
+
+_FRACTION = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?|\d+e[+-]?\d+")
+"""The last digits of a fraction are not the same on every processor."""
+CRASHED, _OPEN = "crashed", "open"
+_NOT_CHANGED = frozenset({"index", "time", "request_id", "episode", "given"})
+"""Fields that name an event, and the numbers of a layout call, from which the reference is made."""
+
+
+def changes_of(trace: Trace) -> Iterator[tuple[str, int, tuple[Event, ...]]]:
+    """Yield every change of one event: in words, the event's number, and what is in its place."""
+    for i, event in enumerate(trace.events):
+        name = f"{i} {event.kind}"
+        yield f"{name} lost", i, ()
+        yield f"{name} twice", i, (event, event)
+        for words, changed in _changed(event):
+            yield f"{name}{words}", i, (changed,)
+
+
+def outcomes(trace: Trace, registry: Registry, most: int) -> dict[str, str]:
+    """By change, what the verdicts on it are where they differ from those on ``trace``.
+
+    Each differing check is ``id:findings:digest``; the digest is over all that its result says.
+    At most about ``most`` changes are judged, evenly chosen.
+    """
+    clean = _told(trace, registry)
+    out = {"": " ".join(f"{name}:{text}" for name, text in clean.items() if text != _OPEN)}
+    events, changes = list(trace.events), list(changes_of(trace))
+    # A prime number of steps, so that all kinds of changes have their turn.
+    every = _prime_from(len(changes) // most)
+    for words, i, instead in changes[::every]:
+        told = _told(trace.with_events([*events[:i], *instead, *events[i + 1 :]]), registry)
+        # No process could have written such a record: a check may give up on it.
+        if CRASHED in told.values():
+            continue
+        out[words] = " ".join(
+            f"{name}:{text}" for name, text in told.items() if text != clean[name]
+        )
+    return out
+
+
+def _prime_from(number: int) -> int:
+    while any(number % factor == 0 for factor in range(2, number)):
+        number += 1
+    return max(1, number)
+
+
+def _told(trace: Trace, registry: Registry) -> dict[str, str]:
+    return {result.id: _digest(result) for result in judge(trace, registry).results}
+
+
+def _digest(result: CheckResult) -> str:
+    if result.reason.startswith("the check itself crashed"):
+        return CRASHED
+    if result.verdict is Verdict.NOT_APPLICABLE or "not exercised" in result.reason:
+        return _OPEN
+    texts = [
+        str(result.verdict),
+        result.reason,
+        str(sorted(result.exercised.items())),
+        str(sorted(result.kinds.items())),
+    ]
+    for finding in result.findings:
+        place = sorted((key, str(value)) for key, value in finding.where.items())
+        texts += [finding.title, finding.expected, finding.observed, str(place), finding.hint]
+    text = _FRACTION.sub("#", "|".join(texts))
+    return f"{result.found}:{zlib.crc32(text.encode()):08x}"
+
+
+def _changed(record: Any) -> Iterator[tuple[str, Any]]:
+    for entry in fields(record):
+        if entry.name in _NOT_CHANGED:
+            continue
+        for words, value in _others(getattr(record, entry.name), str(entry.type)):
+            try:
+                yield f".{entry.name}{words}", replace(record, **{entry.name: value})
+            except (RollproofError, ValueError, TypeError):
+                continue  # the record itself refuses the value
+
+
+def _others(value: Any, of: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield other values of the same type, ``of`` in words; also ``None`` where it allows that."""
+    if "None" in of and value is not None:
+        yield " None", None
+    match value:
+        case np.ndarray():
+            yield from _other_arrays(value)
+        case None | "" | ():
+            if of.startswith(("str", "tuple[str")):
+                yield " said", "words" if of.startswith("str") else ("words",)
+            elif value is None and ("int" in of or "Version" in of) and "tuple" not in of:
+                yield " given", 1
+        case bool():
+            yield f" {not value}", not value
+        case Enum():
+            members = list(type(value))
+            other = members[(members.index(value) + 1) % len(members)]
+            yield f" {other}", other
+        case int() | float():
+            yield " more", value + 1
+            yield " less", value - 1
+        case str():
+            yield " other", f"{value}x"
+        case tuple():
+            yield from _other_tuples(value)
+        case Mapping():
+            yield from _other_mappings(value)
+        case _ if is_dataclass(value):
+            yield from _changed(value)
+
+
+def _other_arrays(value: Any) -> Iterator[tuple[str, Any]]:
+    if not value.ndim:
+        yield " more", value + 1
+        return
+    if not len(value):
+        return
+    yield " without the first", value[1:]
+    yield " without the last", value[:-1]
+    yield " with the last twice", np.concatenate([value, value[-1:]])
+    if not np.array_equal(value, np.roll(value, 1, axis=0)):
+        yield " turned", np.roll(value, 1, axis=0)
+        yield " turned back", np.roll(value, -1, axis=0)
+    if value.ndim > 1:
+        yield " without a column", value[:, 1:]
+        yield " columns turned", np.roll(value, 1, axis=1)
+        if value.shape[-1] > 1:
+            repeated = value.copy()
+            repeated[0, ..., -1] = repeated[0, ..., -2]
+            yield " with a cell twice", repeated
+    cells = (np.nan, 0.0, -3.0, 0.5) if value.dtype.kind == "f" else (0, 1, value.max() + 1, -1)
+    for place in (0, len(value) - 1):
+        for cell in cells:
+            if value.dtype.kind == "u" and cell < 0:
+                continue
+            copy = value.copy()
+            copy[place] = cell
+            yield f" {cell} at {place}", copy
+
+
+def _other_tuples(value: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    yield " without the first", value[1:]
+    if len(value) > 1:
+        yield " without the last", value[:-1]
+        yield " reversed", value[::-1]
+    yield " with the last twice", (*value, value[-1])
+    for place in {0, len(value) - 1}:
+        for words, other in _others(value[place]):
+            yield f" {place}{words}", (*value[:place], other, *value[place + 1 :])
+
+
+def _other_mappings(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key in list(value)[:1] + list(value)[1:][-1:]:
+        yield f" without {key}", {name: inner for name, inner in value.items() if name != key}
+        for words, other in _others(value[key]):
+            yield f" {key}{words}", {**value, key: other}
