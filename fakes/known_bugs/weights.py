@@ -369,7 +369,7 @@ BUGS: tuple[KnownBug, ...] = (
         cases=(
             case(
                 _SYNC_AT_3,
-                requests=(request(max_tokens=16),),
+                requests=(request(max_tokens=9),),
                 pause_mode=PauseMode.KEEP,
                 engine=EngineOptions(transfer_steps=4),
             ),

@@ -120,6 +120,7 @@ class ReplaySubject(Protocol):
     - ``variant(name)``: return another subject, with a router that must be refused, or without MoE
       layers (``no-moe-layers``).
     - ``reference(step) -> Outcome``: run the step by code that shares nothing with the replay code.
+      Nothing else is compared with the router weights of replayed experts.
     - ``stop()``: release everything.
     """
 

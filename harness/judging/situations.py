@@ -49,6 +49,14 @@ _FAULTS = {
 }
 _LIMITS = ("response", "length", "context", "turns", "turn_tokens", "answer")
 _PLACES = {-1: "one below", 0: "at", 1: "one above"}
+_DISTRIBUTION = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _MANY = 64
 _DEEP = -32.0
 SITUATIONS = frozenset(
@@ -176,6 +184,10 @@ SITUATIONS = frozenset(
             "answers of the environment after a cut turn"
         ), (
             "replies without text over HTTP"
+        ), (
+            "requests with top-p, top-k, min-p or penalties"
+        ), (
+            "equal requests of a group"
         ),
         *(
             f"{name} limit, {place}" for name in _LIMITS for place in _PLACES.values()
@@ -291,6 +303,14 @@ class SituationCounter:
         if self._requests:
             self._add("requests in parallel with others")
         request = event.request
+        if any(request.sampling.get(name) is not None for name in _DISTRIBUTION):
+            self._add("requests with top-p, top-k, min-p or penalties")
+        if request.group is not None and any(
+            (other.request.group, other.request.prompt_ids, other.request.budget)
+            == (request.group, request.prompt_ids, request.budget)
+            for other in self._requests.values()
+        ):
+            self._add("equal requests of a group")
         self._requests[request.request_id] = _OpenRequest(request)
         if len(self._requests) == _MANY:
             self._add("64 requests at once")

@@ -41,6 +41,7 @@ _NO_GRADIENT = (
     "no native step shows that the gates have gradients: if they are not trained, declare"
     " trains_gates=False"
 )
+_UNJUDGED = "without it, the router weights of replayed experts are compared with nothing"
 _MIN_DIGITS = 4
 """A loss of at most this number of digits (bfloat16 has 2) resolves no slope."""
 
@@ -187,7 +188,7 @@ def replay_gate_slope(view: StepView, out: Collector) -> None:
     if step.nudge >= 0 or not view.replays or step.nudge_layer is None:
         return
     if not view.done:
-        _excuse(view, out, "nudge")
+        _excuse(view, out, "nudge", "")
         return
     layer, size = step.nudge_layer, -step.nudge
     if reason is not None or layer not in _native_norms(view):
@@ -302,7 +303,7 @@ def _same_request(base: StepView, view: StepView) -> bool:
 def replay_reference(view: StepView, out: Collector) -> None:
     """Compare a replayed step with the subject's reference path."""
     if view.step.variant == REFERENCE and view.outcome is not None and view.outcome.skipped:
-        _excuse(view, out, "reference")
+        _excuse(view, out, "reference", f"; {_UNJUDGED}")
         return
     other = pair_of(view, "reference", out)
     if other is None or not comparable(view, other, out):
@@ -329,12 +330,12 @@ def replay_reference(view: StepView, out: Collector) -> None:
     )
 
 
-def _excuse(view: StepView, out: Collector, method: str) -> None:
+def _excuse(view: StepView, out: Collector, method: str, unjudged: str) -> None:
     """Report why a step that needs an optional method was skipped: without the method there is
     nothing to judge.
     """
     reason = view.hindrance or "it ended with an error"
     if "the subject has no" in reason:
-        out.inapplicable(f"{reason} (the optional method `{method}`)")
+        out.inapplicable(f"{reason} (the optional method `{method}`){unjudged}")
     else:
         out.absent(reason)

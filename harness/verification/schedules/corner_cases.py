@@ -16,7 +16,7 @@ from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, 
 from rollproof.core.contract import Contract, Filler, Logprobs, MissingLogprobs, ResumeBy, Rows
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.limits import RolloutLimits
-from rollproof.core.records import Request
+from rollproof.core.records import Request, Scalar
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.verification.schedules.exhaustive import modes_for
 
@@ -27,6 +27,20 @@ _ANSWERS = ((201, 202), (203,))
 _MANY_REQUESTS = 64
 _MANY_ABORTS = 12
 _SLOW = EngineOptions(transfer_steps=4)
+_GROUPS = (2, 3, 5, 8)
+_PARAMETERS: tuple[Mapping[str, Scalar], ...] = (
+    {"temperature": 0.7, "top_p": 0.95, "top_k": 50},
+    {
+        "min_p": 0.05,
+        "repetition_penalty": 1.05,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+    },
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "min_p": 0.1},
+)
+"""What callers of reasoning models set, between them every parameter that engines share. Not seeds
+and stop strings: a stack may give each call a seed of its own, or stop by itself.
+"""
 _LONG_RUN = 4096
 """The most tokens that a case samples to meet a limit: about a quarter of a second."""
 _SMALL = 64
@@ -469,6 +483,45 @@ def _tokens(count: int) -> tuple[int, ...]:
     return tuple(11 + 7 * i % 389 for i in range(count))
 
 
+def _sampling(corner: _Corner) -> Iterator[Case]:
+    """Requests with every parameter that changes the distribution, and with others each."""
+    half = corner.budget // 2
+    requests = tuple(
+        Request(
+            request_id=f"r{i}",
+            prompt_ids=(31 + i, *_PROMPT),
+            max_tokens=corner.budget,
+            sampling=dict(parameters),
+        )
+        for i, parameters in enumerate(_PARAMETERS)
+    )
+    yield corner.case(requests=requests)
+    yield corner.case(
+        *(_act(ActionKind.ABORT, half, request.request_id) for request in requests),
+        requests=requests,
+        servers=2,
+    )
+
+
+def _groups(corner: _Corner) -> Iterator[Case]:
+    """Samples of one prompt that are asked for together, as callers do for group advantages."""
+    half = corner.budget // 2
+    for size in _GROUPS:
+        requests = tuple(
+            Request(
+                request_id=f"r{i}",
+                prompt_ids=_PROMPT,
+                max_tokens=corner.budget,
+                sampling={"temperature": 0.7},
+                group="g0",
+            )
+            for i in range(size)
+        )
+        last = requests[-1].request_id
+        for actions in ((), (_act(ActionKind.ABORT, half, last),), (_act(ActionKind.SYNC, half),)):
+            yield corner.case(*actions, requests=requests, servers=1 + size % 2)
+
+
 _FAMILIES: Mapping[str, _Family] = {
     "a later first version": _later_start,
     "wide logprobs": _wide_logprobs,
@@ -481,4 +534,6 @@ _FAMILIES: Mapping[str, _Family] = {
     "cut turns": _cut_turns,
     "empty text": _empty_text,
     "declared limits": _declared_limits,
+    "sampling parameters": _sampling,
+    "groups": _groups,
 }

@@ -456,6 +456,17 @@ def test_a_correct_but_unusual_trainer_is_not_blamed(
     assert verdicts == {name: str(found[name].verdict) for name in verdicts}
 
 
+def test_a_trainer_without_a_reference_is_told_what_stays_open() -> None:
+    """The method is optional, so that nothing is unknown; but nothing else shows the weights."""
+    found = results(Plain, "drift")["reference"]
+
+    assert Verdict.NOT_APPLICABLE == found.verdict
+    assert found.reason.endswith(
+        "(the optional method `reference`); without it, the router weights of replayed experts are"
+        " compared with nothing"
+    )
+
+
 def test_what_does_not_repeat_is_named() -> None:
     """If a trainer does not repeat a native step, the reason names the result that differs and what
     to do.

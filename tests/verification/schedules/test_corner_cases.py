@@ -53,6 +53,8 @@ _PLAIN = {
     "calls on a replica with older weights",
     "resumes under older weights",
     "replies without text over HTTP",
+    "requests with top-p, top-k, min-p or penalties",
+    "equal requests of a group",
 }
 _TURNS = {"responses with the end token inside", "turns cut with answers left"}
 _LIMITED = {
@@ -346,6 +348,31 @@ class _TakesAnotherTurn(AsSampledLimits):
         return replace(super().limits, turns=4)
 
 
+class _KnowsTwoNames(AsSampled):
+    """Passes on the temperature and top-p, and drops what it does not know."""
+
+    def sampling_for(self, sample: PartialSample) -> dict[str, Any]:
+        given = super().sampling_for(sample)
+        return {name: value for name, value in given.items() if name in ("temperature", "top_p")}
+
+
+class _OneReplyForAGroup(AsSampled):
+    """Makes one call for equal requests of a group, and copies its sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[tuple[Any, ...], asyncio.Future[Rollout | None]] = {}
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        key = (request.group, request.prompt_ids, request.budget)
+        if request.group is None:
+            return await super().rollout(request)
+        if key not in self.made:
+            self.made[key] = asyncio.ensure_future(super().rollout(request))
+        done = await self.made[key]
+        return None if done is None else replace(done, request_id=request.request_id)
+
+
 def _blamed(factory: SubjectFactory, cases: Iterator[Case]) -> set[str]:
     return {check for case in cases for check in judge(run_case(factory, case), _REGISTRY).failed}
 
@@ -368,6 +395,8 @@ def _blamed(factory: SubjectFactory, cases: Iterator[Case]) -> set[str]:
         (_ForgetsTheLength, "declared limits", "stitch.budget-granted"),
         (_CutsTheOtherSide, "declared limits", "stitch.environment-tokens"),
         (_TakesAnotherTurn, "declared limits", "stitch.limits-kept"),
+        (_KnowsTwoNames, "sampling parameters", "stitch.sampling-forwarded"),
+        (_OneReplyForAGroup, "groups", "stitch.sampled-by-engine"),
     ],
 )
 def test_a_fault_that_shows_in_one_situation_is_found(
