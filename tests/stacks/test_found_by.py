@@ -24,7 +24,7 @@ from rollproof.stacks.matrix import Entry, Matrix
 from tests.stacks.test_released import CHECKOUTS
 
 RECORD = (Path(__file__).parents[2] / "docs" / "track-record.md").read_text(encoding="utf-8")
-HELD = ("areal", "verifiers", "rlinf", "slime", "miles")
+HELD = ("areal", "verifiers", "rlinf", "slime", "miles", "prime-rl", "nemo-rl", "roll")
 """The stacks whose cells are held."""
 
 _FIND = re.compile(
@@ -115,9 +115,11 @@ def test_each_cell_says_release_part_profile_seed_and_kind(stack: str) -> None:
     }
     for script, cell in cells():
         if script in scripts:
+            if cell.startswith(("none", "by hand", "by reading")):
+                continue
             rest = _FIND.sub("", cell)
-            assert rest != cell or cell.startswith(("none", "by hand", "by reading")), cell
-            assert [] == re.findall(r"`[a-z]+\.[a-z0-9-]+` ", rest + " "), cell
+            assert rest != cell, cell
+            assert [] == re.findall(r"`[a-z]+\.[a-z0-9-]+`", rest), cell
 
 
 @pytest.mark.parametrize("find", FINDS, ids=lambda find: f"{find.run.stack}-{find.check}")

@@ -356,9 +356,12 @@ def _gaps(corner: _Corner) -> Iterator[Case]:
 
 
 def _cut_turns(corner: _Corner) -> Iterator[Case]:
-    """Cut the first turn at the budget, and the second one, while answers are left."""
+    """Cut the first turn at the budget, and the second one, while answers are left. Abort the first
+    one where room is left for an answer.
+    """
     if not corner.contract.multi_turn:
         return
+    yield corner.case(_act(ActionKind.ABORT, 2), budget=12, turns=_ANSWERS)
     for actions in ((), (_act(ActionKind.ABORT, 1),)):
         yield corner.case(*actions, budget=3, turns=_ANSWERS)
     # every turn is one token, and one more is the budget after the first answer

@@ -129,6 +129,22 @@ def _actions(declared: Contract) -> set[ActionKind]:
     }
 
 
+def test_a_turn_is_cut_where_the_environment_has_room_for_an_answer() -> None:
+    """After an abort that leaves tokens of the turn behind: a stack that answers a fragment is seen
+    to do so.
+    """
+    families = dict(corner_families("vllm", contract(multi_turn=True, loss_mask=True)))
+    assert [12] == [
+        request.budget
+        for case in families["cut turns"]
+        for request in case.requests
+        for action in case.actions
+        if action.do is ActionKind.ABORT
+        and action.when.tokens
+        and (request.budget or 0) > action.when.tokens + len(request.turns[0])
+    ]
+
+
 def test_what_a_contract_rules_out_is_not_made() -> None:
     """No reply has gaps that a contract does not speak of, no replica lags behind a bound on
     staleness, no request without turns gets answers, and no aborted request is aborted again where
