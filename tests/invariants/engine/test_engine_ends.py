@@ -101,6 +101,22 @@ def test_an_end_token_that_is_declared_as_stripped_fails(ends: Trace) -> None:
     assert "token 0 at the end" == result.findings[0].observed
 
 
+def test_one_token_after_the_end_token_is_one_too_many(ends: Trace) -> None:
+    """At the last place it ends the call; at the last but one it did not."""
+
+    def longer(_call: Call, output: EngineOutput) -> EngineOutput:
+        more = (9,) if output.finish_reason is FinishReason.STOP else ()
+        return replace(
+            output, token_ids=(*output.token_ids, *more), finish_reason=FinishReason.LENGTH
+        )
+
+    result = _judged(_replies(ends, longer), "engine.ends")
+    finding = result.findings[0]
+    assert "a call went on after a token that ends it" == finding.title
+    length = int(finding.where["index"]) + 2  # type: ignore[arg-type]
+    assert f"{length} tokens; it ended by length" == finding.observed
+
+
 def test_a_call_that_goes_on_after_its_end_token_fails(ends: Trace) -> None:
     """The place of the first one is named."""
 

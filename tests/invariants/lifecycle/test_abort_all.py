@@ -88,6 +88,12 @@ def test_what_happens_during_an_update_is_the_updates() -> None:
     assert 0 == check(ID, trace).found
 
 
+def test_aborts_after_an_update_are_not_the_updates() -> None:
+    """An update that has ended excuses nothing that comes later."""
+    trace = run_case(Sweeps, case(act(ActionKind.SYNC, 1), requests=THREE))
+    assert "each of 2 requests" in finds(ID, trace).observed
+
+
 def test_a_request_that_was_aborted_itself_did_not_set_the_abort_off() -> None:
     """With partial rollout off, all end by the abort of an update."""
     trace = run_case(AbortsAreEnds, case(act(ActionKind.SYNC, 2), requests=THREE))
