@@ -268,6 +268,12 @@ class _ReloadNotRepeatable(FakeEngine):
 _PAIR = (request(), request("r1", (31, 32, 33)))
 _SYNC_AT_3 = act(ActionKind.SYNC, 3)
 _TWO_SERVERS = case(_SYNC_AT_3, requests=_PAIR, servers=2)
+_TWO_SERVERS_FOLLOWED = case(
+    _SYNC_AT_3,
+    requests=(*_PAIR, request("r2", (41, 42)), request("r3", (51, 52))),
+    arrivals=(0.0, 0.0, 12.0, 12.0),
+    servers=2,
+)
 _LATE_ARRIVAL = case(_SYNC_AT_3, requests=_PAIR, arrivals=(0.0, 3.5))
 _TWICE = case(act(ActionKind.SYNC_TWICE, 3))
 
@@ -450,8 +456,8 @@ BUGS: tuple[KnownBug, ...] = (
         summary="The update reaches the first replica only.",
         refs=("verl#6109", "verl checkpoint_engine/base.py"),
         make=_OneReplicaUpdated,
-        cases=(_TWO_SERVERS,),
-        detected_by=("weights.every-replica-updated",),
+        cases=(_TWO_SERVERS_FOLLOWED,),
+        detected_by=("weights.every-replica-updated", "weights.update-loads"),
     ),
     KnownBug(
         id="replica-not-resumed",

@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollproof.core.events.rollout import Admit, Call, Fault, Update, UpdatePhase, Weights
+from rollproof.core.events.rollout import (
+    Admit,
+    Call,
+    Fault,
+    Pause,
+    Resume,
+    Update,
+    UpdatePhase,
+    Weights,
+)
 from rollproof.core.records import Scalar, Version
-from rollproof.invariants._shared.event_check import EndAwareCheck, RecentItems
+from rollproof.invariants._shared.event_check import EndAwareCheck, remember
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ class _Asked:
     labelled: Servers that have shown its label since, without a load.
     broken: Servers to which a transfer has broken since.
     served: Whether a server has shown that it serves its weights, or newer ones.
+    ended: The index of its end.
     """
 
     event: Update
@@ -40,6 +50,7 @@ class _Asked:
     labelled: set[str] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
     served: bool = False
+    ended: int = 0
 
     @property
     def version(self) -> Version:
@@ -75,7 +86,8 @@ class _Stale:
 class WeightsUpdateLoads(EndAwareCheck):
     """Judges a server from the end of an update on, unless it was dead or out of the balancer at
     some time while the update ran. A stack may load lazily: what counts are the weights under which
-    the server admits its next call.
+    the server admits its next call, of those that were sent after the update had ended, or to a
+    server that the update had paused.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -84,7 +96,8 @@ class WeightsUpdateLoads(EndAwareCheck):
         self._out: set[str] = set()
         self._open: list[_Asked] = []
         self._due: dict[str, _Asked] = {}
-        self._sent = RecentItems()
+        self._sent: dict[int, tuple[int, int]] = {}
+        self._paused: dict[str, int] = {}
         self._stale: list[_Stale] = []
 
     def on_update(self, event: Update, out: Collector) -> None:
@@ -100,6 +113,7 @@ class WeightsUpdateLoads(EndAwareCheck):
             return
         update = fitting[0]
         self._open.remove(update)
+        update.ended = event.index
         if event.phase is UpdatePhase.FAILED:
             return
         for server in self._held.keys() - update.away:
@@ -133,16 +147,22 @@ class WeightsUpdateLoads(EndAwareCheck):
     def on_call(self, event: Call, out: Collector) -> None:
         # A stack may call a server that it sends no rollouts to, to see whether it is well.
         if event.request_id or event.candidates:
-            self._sent.add(event.call_id)
+            paused = self._paused.get(event.server_id, -1)
+            remember(self._sent, event.call_id, (event.index, paused))
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._paused.setdefault(event.server_id, event.index)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._paused.pop(event.server_id, None)
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         # A preempted call is admitted again, and may have begun before the update.
-        if event.call_id not in self._sent:
-            return
-        self._sent.discard(event.call_id)
+        sent, paused = self._sent.pop(event.call_id, (-1, -1))
         server = event.server_id
         update, held = self._due.get(server), self._held.get(server)
-        if update is None:
+        # A call that was on its way when the update ended may have been sent before it was asked.
+        if update is None or (sent < update.ended and paused < update.event.index):
             return
         if _is_older(held, update.version):
             # Only the first call is reported. What the server loads later may say more of it.
@@ -168,6 +188,7 @@ class WeightsUpdateLoads(EndAwareCheck):
                 update.away.add(server)
             # What a server serves after a restart is not the doing of an update before it.
             if event.what == "death":
+                self._paused.pop(server, None)
                 self._due.pop(server, None)
         elif event.what in ("revive", "join"):
             self._out.discard(server)

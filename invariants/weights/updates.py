@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollproof.core.events.rollout import Call, Fault, Pause, Resume, Submit, Weights
+from rollproof.core.events.rollout import (
+    Admit,
+    Call,
+    Fault,
+    Pause,
+    Resume,
+    Submit,
+    Update,
+    UpdatePhase,
+    Weights,
+)
 from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import EndAwareCheck, case_actions
+from rollproof.invariants._shared.event_check import EndAwareCheck, case_actions, remember
 from rollproof.invariants.weights import update_races
 from rollproof.judging.checks import Check, Collector, trace_check
 
@@ -67,7 +77,8 @@ weights_updates_end: Check = trace_check(
 
 class WeightsEveryReplicaUpdated(EndAwareCheck):
     """Replicas may differ during an update, and while a death, a failed update or a declared skew
-    explains it.
+    explains it. A stack may load lazily: a replica is behind if it admitted a call that was sent
+    when the update had ended, or, if the trace does not say when, after its first load.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -77,6 +88,10 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
         self._paused: set[str] = set()
         self._started = False
         self._latest: Weights | None = None
+        self._first: dict[Version, int] = {}
+        self._ended: dict[Version, int | None] = {}
+        self._sent: dict[int, int] = {}
+        self._last_sent: dict[str, int] = {}
         self._loaded_by_harness: dict[str, Weights] = {}
         self._excuse: str | None = None
         self._skewed = {action.get("server") for action in case_actions(context.header, "skew")}
@@ -87,6 +102,19 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
     def on_call(self, event: Call, out: Collector) -> None:
         if event.server_id not in self._dead:
             self._versions.setdefault(event.server_id, frozenset())
+        # A stack may call a server that it sends no rollouts to, to see whether it is well.
+        if event.request_id or event.candidates:
+            remember(self._sent, event.call_id, event.index)
+
+    def on_admit(self, event: Admit, out: Collector) -> None:
+        sent = self._sent.pop(event.call_id, None)
+        if sent is not None:
+            self._last_sent[event.server_id] = max(sent, self._last_sent.get(event.server_id, 0))
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        if self._ended.get(event.version) is None:
+            end = None if event.phase is UpdatePhase.ASKED else event.index
+            remember(self._ended, event.version, end)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._versions.setdefault(event.server_id, frozenset())
@@ -110,6 +138,8 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not event.loaded or event.version is None:
             return
+        # What it admitted before, it admitted under other weights.
+        self._last_sent.pop(event.server_id, None)
         before = self._versions.get(event.server_id, frozenset())
         self._versions[event.server_id] = (
             # After an identity update a server holds both versions, since they are equal.
@@ -121,6 +151,8 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
             return
         self._loaded_by_harness.pop(event.server_id, None)
         self._latest = event
+        if event.version not in self._first:
+            remember(self._first, event.version, event.index)
         # An update that reached every replica settles what came before it.
         if not self._behind():
             self._excuse = None
@@ -144,7 +176,14 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
         behind = self._behind()
         if not behind or self._latest is None:
             return
+        since = self._ended.get(self._latest.version, self._first.get(self._latest.version, -1))
+        if since is None:
+            out.absent("the trace ends in the middle of an update")
+            return
         ahead = [server for server in self._versions if server not in behind]
+        behind = [server for server in behind if self._last_sent.get(server, -1) > since]
+        if not behind:
+            return
         # The case itself updates some servers (skew, lag), which is no fault of the stack.
         if self._latest.by_harness or (
             len(ahead) == 1 and (ahead[0] in self._skewed or None in self._skewed)
@@ -186,8 +225,13 @@ def _is_excused(harness: Weights | None, latest: Weights) -> bool:
 
 weights_every_replica_updated: Check = trace_check(
     "weights.every-replica-updated",
-    promise="When a weight update has ended, every live replica holds the new weights.",
-    needs="Weights events of two or more servers, in a trace that runs to its end",
+    promise=(
+        "When a weight update has ended, no live replica admits a new call under older weights to"
+        " the end of the trace."
+    ),
+    needs=(
+        "Weights, Call and Admit events of two or more servers, in a trace that runs to its end"
+    ),
     exercised_by="updates of several replicas",
 )(WeightsEveryReplicaUpdated)
 

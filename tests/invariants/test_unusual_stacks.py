@@ -215,9 +215,45 @@ class _PollsTheDead(AsSampled):
         await asyncio.sleep(0.01)
 
 
+class _Lazy(AsSampled):
+    """An update only says what to load; each server loads it before the next call to it."""
+
+    def start(self, fleet: Fleet) -> None:
+        super().start(fleet)
+        self._wanted: int | None = None
+        self._have: dict[str, int | None] = {}
+        self._locks = {name: asyncio.Lock() for name in fleet.servers}
+
+    async def update_weights(self, version: int | None) -> None:
+        self._wanted = version
+
+    async def call(
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
+        server = self.fleet.servers[server_id]
+        async with self._locks[server_id]:
+            while self._have.get(server_id) != self._wanted:
+                version = self._wanted
+                await server.pause(PauseMode.ABORT)
+                await server.load(self.fleet.weights_of(version), version)
+                await server.resume()
+                self._have[server_id] = version
+        return await super().call(server_id, sample, sent, budget)
+
+
 @pytest.mark.parametrize(
     ("factory", "schedule", "exercised"),
     [
+        (
+            _Lazy,
+            case(
+                _SYNC,
+                requests=(*_PAIR, request("r2", (41, 42)), request("r3", (51, 52))),
+                arrivals=(0.0, 0.0, 12.0, 12.0),
+                servers=2,
+            ),
+            "weights.update-loads",
+        ),
         (_TriesAgain, case(_FAILS), "weights.every-pause-resumes"),
         (_PausesAgain, case(_FAILS), "weights.every-pause-resumes"),
         (_Rolling, case(_SYNC, requests=_PAIR, servers=2), "weights.every-replica-updated"),

@@ -64,6 +64,23 @@ def test_weights_that_were_loaded_pass() -> None:
     passes(ID, lazy.admit(call), updates_that_ended=1)
 
 
+def test_a_call_that_was_on_its_way_when_the_update_ended_is_not_judged() -> None:
+    """A lazy stack had looked for new weights before it was sent; the next call shows them."""
+    script = _fleet()
+    call = script.send()
+    script.add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)).admit(call)
+    script.weights(1)
+    passes(ID, _served(script), updates_that_ended=1)
+
+
+def test_a_call_that_waited_for_the_update_is_judged() -> None:
+    """The server was paused for the update, and resumed without its weights."""
+    script = _fleet().add(_update(UpdatePhase.ASKED)).pause()
+    call = script.send()
+    script.resume().add(_update(UpdatePhase.ENDED)).admit(call)
+    assert "s0 went on to serve version 0; nothing was loaded" == finds(ID, script).observed
+
+
 def test_weights_that_come_after_the_update_has_returned_are_found() -> None:
     """Nobody awaited the transfer, and a call was admitted in between."""
     script = _served(_fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)))

@@ -35,6 +35,11 @@ class TestUpdatesEnd:
         passes(self.ID, _fleet().weights(1).weights(1, "s1"), updates=2)
 
 
+def _serves(script: TraceScript, server: str = "s1") -> TraceScript:
+    """``server`` admits one more call of a rollout."""
+    return script.admit(script.send(server=server), server)
+
+
 class TestEveryReplica:
     """``weights.every-replica-updated``."""
 
@@ -43,16 +48,47 @@ class TestEveryReplica:
     def test_a_replica_that_was_left_out_is_found(self) -> None:
         """It serves old weights for ever."""
         script = _fleet().pause().weights(1).resume().pause(server="s1").resume("s1")
-        finding = finds(self.ID, script)
+        finding = finds(self.ID, _serves(script))
         assert "version 1 on all of ['s0', 's1']" == finding.expected
         assert "s1 still holds 0" == finding.observed
+
+    def test_a_replica_that_admits_no_further_call_is_not_behind(self) -> None:
+        """A stack may load each server before the next call that it sends to it."""
+        silent = _fleet(servers=("s0", "s1", "s2")).weights(1)
+        unknown(self.ID, silent.weights(1, "s1"), "not exercised")
+        on_its_way = _fleet()
+        call = on_its_way.send(server="s1")
+        unknown(self.ID, on_its_way.weights(1).admit(call, "s1"), "not exercised")
+        lazy = _fleet().weights(1)
+        call = lazy.send(server="s1")
+        passes(self.ID, lazy.weights(1, "s1").admit(call, "s1"), updates_of_several_replicas=1)
+
+    def test_calls_count_from_the_end_of_the_update_on(self) -> None:
+        """Before it, a server may serve what it has."""
+        ended = Update(version=1, label=1, phase=UpdatePhase.ENDED)
+        for late in (False, True):
+            script = _fleet().add(Update(version=1, label=1, phase=UpdatePhase.ASKED)).weights(1)
+            if not late:
+                unknown(self.ID, _serves(script).add(ended), "not exercised")
+            else:
+                finds(self.ID, _serves(script.add(ended)))
+
+    def test_an_update_that_has_not_ended_is_not_judged(self) -> None:
+        """The trainer has not been told that it is done."""
+        script = _fleet().add(Update(version=1, label=1, phase=UpdatePhase.ASKED)).weights(1)
+        unknown(self.ID, _serves(script), "the trace ends in the middle of an update")
+
+    def test_calls_of_no_rollout_do_not_count(self) -> None:
+        """A stack may ask a server whether it is well."""
+        script = _fleet().weights(1)
+        unknown(self.ID, script.admit(script.send(request_id="", server="s1"), "s1"), "exercised")
 
     def test_a_replica_that_was_never_updated_is_found(self) -> None:
         """Also if its starting weights are unknown, and only its calls name it."""
         script = TraceScript()
         script.submit()
         script.call((1, 2), server="s1")
-        script.weights(1)
+        _serves(script.weights(1))
         assert "s1 still holds the weights that it started with" == finds(self.ID, script).observed
 
     def test_replicas_may_differ_during_an_update(self) -> None:
@@ -65,15 +101,14 @@ class TestEveryReplica:
     def test_a_declared_skew_explains_one_server_ahead(self) -> None:
         """The case updated it alone; the next update reaches all."""
         case = {"actions": ({"do": "skew", "server": "s1"},)}
-        unknown(self.ID, _fleet(case=case).weights(1, "s1"), "skew")
+        unknown(self.ID, _serves(_fleet(case=case).weights(1, "s1"), "s0"), "skew")
         passes(self.ID, _fleet(case=case).weights(1, "s1").weights(2, "s1").weights(2))
 
     def test_a_skew_does_not_excuse_an_update_that_left_a_replica_out(self) -> None:
         """Two of three servers is no skew."""
         case = {"actions": ({"do": "skew", "server": "s1"},)}
-        finds(
-            self.ID, _fleet(servers=("s0", "s1", "s2"), case=case).weights(1, "s1").weights(1, "s0")
-        )
+        script = _fleet(servers=("s0", "s1", "s2"), case=case).weights(1, "s1").weights(1, "s0")
+        finds(self.ID, _serves(script, "s2"))
 
     def test_what_the_harness_loads_is_no_update_of_the_stack(self) -> None:
         """A skew that came before the update or after it, and one server that lags behind."""
@@ -89,7 +124,7 @@ class TestEveryReplica:
     def test_an_update_that_left_a_skewed_server_out_is_found(self) -> None:
         """It has the older weights of the harness."""
         script = _fleet().weights(1, "s1", by_harness=True).weights(2)
-        assert "s1 still holds 1" == finds(self.ID, script).observed
+        assert "s1 still holds 1" == finds(self.ID, _serves(script)).observed
 
     def test_a_dead_server_is_not_waited_for(self) -> None:
         """An update reaches the living."""
@@ -105,7 +140,7 @@ class TestEveryReplica:
         script = _fleet().fault("death", "s1").weights(1).fault("revive", "s1")
         unknown(
             self.ID,
-            script,
+            _serves(script),
             "the revival of a server came after the last update that reached every replica",
         )
         passes(self.ID, script.weights(2).weights(2, "s1"))
@@ -114,7 +149,9 @@ class TestEveryReplica:
         """The failure is judged elsewhere."""
         script = _fleet().weights(1).fault("update-failure", "s1").fault("update-failure")
         unknown(
-            self.ID, script, "a failed update came after the last update that reached every replica"
+            self.ID,
+            _serves(script),
+            "a failed update came after the last update that reached every replica"
         )
         passes(self.ID, script.weights(2).weights(2, "s1"))
 
@@ -122,11 +159,13 @@ class TestEveryReplica:
         """A server that is still paused, or a trace that no case drove to its end."""
         unknown(
             self.ID,
-            _fleet().weights(1).pause(server="s1"),
+            _serves(_fleet().weights(1)).pause(server="s1"),
             "the trace ends in the middle of an update",
         )
         unknown(
-            self.ID, _fleet(driven=False).weights(1), "the trace ends in the middle of an update"
+            self.ID,
+            _serves(_fleet(driven=False).weights(1)),
+            "the trace ends in the middle of an update"
         )
 
     def test_equal_weights_under_a_new_number_are_no_difference(self) -> None:
