@@ -81,13 +81,10 @@ def of_skyrl() -> tuple[Any, str]:
     if spec is None:
         raise ModuleNotFoundError(name="skyrl")
     root = spec.submodule_search_locations[0]
-    for name in (base, f"{base}.distributed", f"{base}.distributed.megatron"):
-        sys.modules[name] = ModuleType(name)
-    for name in (f"{base}.distributed.megatron.packing_utils", f"{base}.utils.replay_utils"):
-        path = f"{root}{name.removeprefix('skyrl').replace('.', '/')}.py"
-        file = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = module = importlib.util.module_from_spec(file)
-        file.loader.exec_module(module)
+    for name in (base, f"{base}.utils", f"{base}.distributed", f"{base}.distributed.megatron"):
+        sys.modules[name] = package = ModuleType(name)
+        package.__path__ = [root + name.removeprefix("skyrl").replace(".", "/")]
+    module = importlib.import_module(f"{base}.utils.replay_utils")
     return module, f"skyrl {version('skyrl')} on {MEGATRON}"
 
 
@@ -205,7 +202,13 @@ def skyrl_batch_order() -> None:
     replay, name = of_skyrl()
     tokens = torch.tensor([[0, 10, 11, 12], [0, 20, 21, 22]])
     # (B, S, layers, k); the "expert" is the token itself
-    routes = replay._remove_left_padding_from_indices(tokens[..., None, None], (tokens > 0).int())
+    if hasattr(replay, "PackedTensor"):  # since SkyRL 0.4.0
+        packed = tokens[tokens > 0][:, None, None], torch.tensor([0, 3, 6], dtype=torch.int32)
+        layout = replay.TokenMetadataLayout(tokens > 0, [3, 3], aligned_sequence_length=3)
+        routes = replay.align_packed_token_metadata(replay.PackedTensor(*packed), layout, 0)
+    else:
+        mask = (tokens > 0).int()
+        routes = replay._remove_left_padding_from_indices(tokens[..., None, None], mask)
     # Megatron's embedding makes it (S, B, hidden), its router flattens that
     rows = routes.transpose(0, 1).flatten().tolist()
     (targets,) = (layer.flatten().tolist() for layer in replay._split_replay_indices(routes))

@@ -489,9 +489,8 @@ def readd_server() -> None:
     print(VERSION, f"one request runs on the server; the balancer counts {count}")
 
 
-async def route_hole() -> None:
-    """A segment without routes leaves a hole that is closed: later rows move to earlier positions,
-    and nothing reports it.
+async def hole() -> Any:
+    """The reply to a request of three calls, of which the second came without routes.
 
     SGLang replies so when a request is aborted in its waiting queue after a retraction: tokens and
     logprobs, no ``routed_experts``.
@@ -502,7 +501,14 @@ async def route_hole() -> None:
         return None if rows[-1, 0, 0] // 100 == 2 else torch.as_tensor(rows)
 
     script = (2, "abort", 1), (2, "abort", 2), (2, "stop", 3)
-    out = await generate(Server(*script, routes=without_step_2), [1, 2], max_tokens=8)
+    return await generate(Server(*script, routes=without_step_2), [1, 2], max_tokens=8)
+
+
+async def route_hole() -> None:
+    """A segment without routes leaves a hole that is closed: later rows move to earlier positions,
+    and nothing reports it.
+    """
+    out = await hole()
     steps, rows = [token // 100 for token in out.token_ids], out.routed_experts[:, 0, 0]
     print(VERSION, f"prompt 2 + tokens of steps {steps} need 7 rows; there are {len(rows)}")
     print(VERSION, f"row i was computed for position {[int(row) % 100 for row in rows]}")
@@ -607,12 +613,14 @@ def update_unlabelled() -> None:
     print(VERSION, f"{loads}; the server still tags with step {replica.step}")
 
 
-def zero_rows() -> None:
-    """``as_dict`` fills every row that no engine captured with zeros without a warning: expert 0,
-    top_k times, is a legal choice to replay.
+async def zero_rows() -> None:
+    """``as_dict`` fills every row that is missing at the end with zeros without a warning: expert
+    0, top_k times, is a legal choice to replay, here for two of the sampled tokens.
     """
-    rows = sample([3, 4, 5], routed_experts=np.full((3, 1, 2), 9)).as_dict()["routed_experts"]
-    print(VERSION, f"3 rows captured for 5 tokens; as_dict gives {rows[:, 0].tolist()}")
+    out = await hole()
+    rows = sample(out.token_ids, routed_experts=np.asarray(out.routed_experts)).as_dict()
+    experts = rows["routed_experts"][:, 0, 0].tolist()
+    print(VERSION, f"7 rows needed for 2 + 6 tokens, 5 there; as_dict gives {experts}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ from rollproof.stacks.matrix import Entry, Matrix
 from tests.stacks.test_released import CHECKOUTS
 
 RECORD = (Path(__file__).parents[2] / "docs" / "track-record.md").read_text(encoding="utf-8")
-HELD = ("areal", "verifiers", "rlinf", "slime", "miles", "prime-rl", "nemo-rl", "roll")
+HELD = (
+    *("verl", "skyrl", "trl", "openrlhf"),
+    *("areal", "verifiers", "rlinf", "slime", "miles", "prime-rl", "nemo-rl", "roll"),
+)
 """The stacks whose cells are held."""
 
 _FIND = re.compile(

@@ -12,11 +12,12 @@ import numpy as np
 
 from rollproof.core.contract import Contract, MissingLogprobs, PartialOff, Rows
 from rollproof.core.engine_contract import PauseMode
+from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks._support.subjects import StackOutput, StackSubject, record_turn
 from rollproof.stacks._support.tokenizer import IdTokenizer, spell
-from rollproof.stacks.verl.configuration import PARSER, verl_contract
+from rollproof.stacks.verl.configuration import MOST_TURNS, PARSER, verl_contract
 from rollproof.stacks.verl.resume_client import VerlHost
 from rollproof.stacks.verl.tool_dialogue import IdTool, parser_of
 from rollproof.stacks.verl.upstream import Verl
@@ -110,6 +111,7 @@ def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
         finish_reason=False,
         loss_mask=True,
         multi_turn=multi_turn,
+        limits=RolloutLimits(turns=MOST_TURNS) if multi_turn else None,
         multimodal=False,
         missing_logprobs=MissingLogprobs.MASKED,
         # With partial rollout off "aborted samples will be dropped" (llm_server.py). The loop's

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from rollproof.core.case import Case
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["PARSER", "config_of", "lengths_of", "verl_contract"]
+__all__ = ["MOST_TURNS", "PARSER", "config_of", "lengths_of", "verl_contract"]
 
 PARSER = "rollproof-ids"
 """The tool format that the agent loops are configured with."""
+MOST_TURNS = 4
+"""``max_assistant_turns``: turns of the model after which a rollout ends."""
 
 
 def lengths_of(case: Case, response: int | None) -> Lengths:
@@ -60,7 +62,7 @@ def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
 
     turns = {
         "max_user_turns": None,
-        "max_assistant_turns": None,
+        "max_assistant_turns": MOST_TURNS,
         "max_parallel_calls": 1,
         "max_tool_response_length": 1 << 16,
         "tool_response_truncate_side": "middle",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.fakes.engine.balancer import Balancer
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.mutation_guard import lend
@@ -42,9 +43,9 @@ class VerlHost:
             request.request_id: response_of(request) for request in fleet.case.requests
         }
         self.servers: dict[str, VerlServer] = servers_of(fleet, verl, self._lengths)
-        self.balancer: Any = verl.balancer(
-            {name: RayHandle(server) for name, server in self.servers.items()}
-        )
+        handles = {name: RayHandle(server) for name, server in self.servers.items()}
+        self.balancer: Any = verl.balancer(dict(handles))
+        fleet.balancer = _FleetBalancer(self.balancer, handles)
         # verl's client awaits `handle.method.remote(...)`, and never looks at the actor itself.
         self._handle = RayHandle(self.balancer)
         self._clients: dict[int | None, Any] = {}
@@ -83,6 +84,30 @@ class VerlHost:
 
     def _lengths(self) -> Lengths:
         return lengths_of(self.fleet.case, self._responses.get(CURRENT_REQUEST.get() or ""))
+
+
+class _FleetBalancer(Balancer):
+    """The balancer that a case acts on: a server that leaves it is removed from verl's, and added
+    again when it joins.
+    """
+
+    def __init__(self, balancer: Any, handles: Mapping[str, RayHandle]) -> None:
+        super().__init__(tuple(handles))
+        self._balancer, self._handles = balancer, handles
+        self._removed: set[str] = set()
+
+    def leave(self, server: str) -> None:
+        super().leave(server)
+        # verl's raises where no server is left
+        if server not in self._removed and len(self._removed) + 1 < len(self._handles):
+            self._removed.add(server)
+            self._balancer.remove_servers([server])
+
+    def join(self, server: str) -> None:
+        super().join(server)
+        if server in self._removed:
+            self._removed.remove(server)
+            self._balancer.add_servers({server: self._handles[server]})
 
 
 def sampling_of(request: Request) -> dict[str, Any]:

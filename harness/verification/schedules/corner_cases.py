@@ -335,6 +335,20 @@ def _balancing(corner: _Corner) -> Iterator[Case]:
     yield corner.case(lags, leaves, _act(ActionKind.ABORT, half), **pair)
     yield corner.case(lags, _act(ActionKind.KILL, half, server="s0", steps=40), **pair)
     yield corner.case(lags, leaves, _act(ActionKind.SYNC, 1, "r1"), **pair)
+    # wherever r0 runs: its server has newer weights than the one that it moves to
+    moves = replace(leaves, server=None), _act(ActionKind.ABORT, half)
+    yield corner.case(_act(ActionKind.SKEW, 1), *moves, **pair)
+
+
+def _preempted_aborts(corner: _Corner) -> Iterator[Case]:
+    """Preempt a call that has sampled, and abort it while it waits again, beside replies that are
+    whole: SGLang answers without routes then.
+    """
+    half = corner.budget // 2
+    if corner.aborts_end or half < 2:
+        return
+    preempted = _act(ActionKind.EVICT, half), _act(ActionKind.ABORT, half)
+    yield corner.case(_act(ActionKind.ABORT, 1), *preempted)
 
 
 def _gaps(corner: _Corner) -> Iterator[Case]:
@@ -533,6 +547,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "many aborts": _many_aborts,
     "slow updates": _slow_updates,
     "balancing": _balancing,
+    "preempted aborts": _preempted_aborts,
     "replies with gaps": _gaps,
     "cut turns": _cut_turns,
     "empty text": _empty_text,
