@@ -17,7 +17,7 @@ from rollproof.core.call_ownership import CallOwner, named_request
 from rollproof.core.events.rollout import Fault, Result, Submit
 from rollproof.core.records import FinishReason, Request, Scalar
 from rollproof.core.trace import Recorder
-from rollproof.fakes.engine.inflight import FirstDraw, InflightCall
+from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, is_greedy
 
 __all__ = ["CURRENT_REQUEST", "CallOwners", "internal_calls"]
 
@@ -89,7 +89,7 @@ class CallOwners:
         The calls that begin samples of one prompt get one token each, unless they are greedy; a
         seed is a draw of its own, the same for each call with it.
         """
-        if prompt_ids not in self._begun or _greedy(sampling):
+        if prompt_ids not in self._begun or is_greedy(sampling):
             return FirstDraw()
         seed = next((sampling[name] for name in _SEEDS if sampling.get(name) is not None), None)
         if seed is None:
@@ -103,7 +103,7 @@ class CallOwners:
         own = current if current in (live or fitting) else None
         if len(fitting) == 1:
             # in the task of another request it may be a call for another purpose
-            elsewhere = own is None and current in self._open
+            elsewhere = own is None and current is not None
             return CallOwner(request_id=fitting[0], candidates=(fitting[0],) if elsewhere else ())
         continued = self._continued(prompt_ids, fitting, own)
         if continued is not None:
@@ -184,7 +184,3 @@ class CallOwners:
                 self._open.discard(event.request_id)
             elif isinstance(event, Fault) and event.call_id is not None:
                 self._faulty.add(event.call_id)
-
-
-def _greedy(sampling: Mapping[str, Scalar]) -> bool:
-    return sampling.get("temperature") == 0 or sampling.get("top_k") == 1

@@ -30,7 +30,7 @@ from rollproof.fakes.engine.exceptions import (
     TransferFailed,
 )
 from rollproof.fakes.engine.flavours import Flavour, PausedCalls
-from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire
+from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire, is_greedy
 from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
 from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
@@ -130,6 +130,7 @@ class FakeEngine:
         routes_start: int = 0,
         ends: frozenset[int] | None = None,
         draw: int = 0,
+        siblings: set[int] | None = None,
         wire: Wire | None = None,
     ) -> EngineOutput:
         """Sample up to ``max_tokens`` tokens after ``prompt_ids`` and return them.
@@ -148,6 +149,8 @@ class FakeEngine:
                 and the output says 0.
             ends: tokens that end the call; ``None``: the model's own end token, if it has one.
             draw: number of the sample; each draws another first token.
+            siblings: first tokens of other samples of the same HTTP request, to which this one's is
+                added: each draws another one, unless it is greedy.
             wire: the connection to the caller; ``None`` for a call within the program.
 
         Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` if the flavour
@@ -186,6 +189,8 @@ class FakeEngine:
             queued.ends = ends
         if draw:
             queued.draw = FirstDraw(seed=draw)
+        if siblings is not None and queued.draw.taken is None and not is_greedy(call.sampling):
+            queued.draw = FirstDraw(seed=queued.draw.seed, taken=siblings)
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from rollproof.core.engine_contract import StreamMode
-from rollproof.core.records import FinishReason, Version
+from rollproof.core.records import FinishReason, Scalar, Version
 from rollproof.fakes.coded.policy import PrefixState
 from rollproof.fakes.engine.flavours import Flavour, ReprefillRows
 from rollproof.fakes.engine.kv_cache import KeySpan, Kv, clipped, key_of
 
-__all__ = ["FirstDraw", "InflightCall", "Wire"]
+__all__ = ["FirstDraw", "InflightCall", "Wire", "is_greedy"]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +59,11 @@ class FirstDraw:
 
     seed: int = 0
     taken: set[int] | None = None
+
+
+def is_greedy(sampling: Mapping[str, Scalar]) -> bool:
+    """Return whether a call takes the most probable tokens, so that its siblings are equal."""
+    return sampling.get("temperature") == 0 or sampling.get("top_k") == 1
 
 
 @dataclass(slots=True, eq=False)

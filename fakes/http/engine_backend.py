@@ -174,6 +174,7 @@ class EngineBackend:
         stream: StreamMode | None = None,
         on_token: Callable[[InflightCall], None] | None = None,
         unique: bool = False,
+        siblings: set[int] | None = None,
     ) -> EngineOutput:
         """Run one engine call of a client's ``request``.
 
@@ -183,6 +184,7 @@ class EngineBackend:
             stream: how the reply is streamed; ``None`` for one reply at the end.
             on_token: called after each sampled token of a stream.
             unique: refuse a handle that a call in flight has, as SGLang does.
+            siblings: first tokens of the other samples of its prompt (n > 1).
 
         Raises:
             BadRequest: the handle is in use.
@@ -215,6 +217,7 @@ class EngineBackend:
                 want_routes=spec.routes,
                 want_logprobs=spec.logprobs,
                 routes_start=spec.routes_start,
+                siblings=siblings,
                 wire=wire,
             )
             return output
@@ -236,7 +239,12 @@ class EngineBackend:
         """Run several calls at once, and return their outputs in order."""
         if len(specs) == 1:  # a task of its own takes as long as reading the request
             return [await self.generate(request, specs[0], unique=unique)]
-        calls = (self.generate(request, spec, unique=unique) for spec in specs)
+        # the samples of a prompt differ, as those of the fleet do
+        drawn: dict[tuple[int, ...], set[int]] = {tuple(spec.prompt): set() for spec in specs}
+        calls = (
+            self.generate(request, spec, unique=unique, siblings=drawn[tuple(spec.prompt)])
+            for spec in specs
+        )
         return list(await asyncio.gather(*calls))
 
     def version_of(self, name: str | None) -> int:

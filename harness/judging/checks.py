@@ -220,6 +220,7 @@ class Collector:
     __slots__ = (
         "_inapplicable",
         "_limit",
+        "_skipped",
         "check",
         "counters",
         "crash",
@@ -248,6 +249,7 @@ class Collector:
         self.flavours: dict[str, dict[str, None]] = {}
         self.preceding: PrecedingEvents | None = None
         self._inapplicable: str | None = None
+        self._skipped = False
         self._limit = keep
 
     def exercised(self, counter: str, times: int = 1) -> None:
@@ -325,6 +327,13 @@ class Collector:
         """
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
+    def skipped(self, reason: str) -> None:
+        """Report that a request was not shown to the check, which would perhaps have said that the
+        situation cannot occur.
+        """
+        self.absent(reason)
+        self._skipped = True
+
     def inapplicable(self, reason: str) -> None:
         """Report that, by what the subject or the engines declare, the situation cannot occur in
         this trace.
@@ -337,8 +346,9 @@ class Collector:
 
     def close(self) -> None:
         """Note at the end of a trace whether it was reported as inapplicable."""
+        skipped, self._skipped = self._skipped, False
         if self._inapplicable is None:
-            self.judged += 1
+            self.judged += not skipped
             return
         self.excused[self._inapplicable] = self.excused.get(self._inapplicable, 0) + 1
         self._inapplicable = None

@@ -9,9 +9,10 @@ Only a trace of a driven run has every call, so that the others prove something.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollproof.judging.partial_replies import assign_partial_replies
+from rollproof.judging.races import explains, set_aside_losers, set_attempts
 
 if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
@@ -30,19 +31,38 @@ class GuessedCalls:
         """Add a call that belongs to one of its candidates."""
         self._spare.append(attempt)
 
-    def settle(self, view: RequestView, others: Sequence[RequestView]) -> None:
-        """Give a request that has ended the calls that are its own, of those that may be.
+    def settle(self, view: RequestView, others: Sequence[RequestView]) -> list[Attempt]:
+        """Give a request that has ended the calls that are its own, of those that may be, and set
+        aside those that its sample was not made of.
 
-        ``others`` are the requests that have not ended.
+        ``others`` are the requests that have not ended. Returns the calls that may still be those
+        of others.
         """
+        self._settle(view, others)
+        set_aside_losers(view)
+        # without a sample nothing shows that the calls were its own
+        doubtful = view.set_aside if _has_tokens(view) else view.every_call
+        open_ids = {other.request.request_id for other in others}
+        # copies, since calls are numbered by request
+        freed = [
+            replace(call) for call in doubtful if not open_ids.isdisjoint(call.call.candidates)
+        ]
+        self._spare += freed
+        return freed
+
+    def _settle(self, view: RequestView, others: Sequence[RequestView]) -> None:
         name = view.request.request_id
         self._leave_out(view)
         if _has_tokens(view):
             # nothing says which of several requests was refused, or aborted before its first token
-            brought = [call for call in view.attempts if not call.call.candidates or _brought(call)]
+            brought = [
+                call
+                for call in view.attempts
+                if call.call.candidates in ((), (name,)) or _brought(call)
+            ]
             if brought and len(brought) < len(view.attempts):
                 self._spare += [call for call in view.attempts if call not in brought]
-                _set(view, brought)
+                set_attempts(view, brought)
         elsewhere = [call for call in self._spare if name in call.call.candidates]
         for other in others:
             elsewhere += [call for call in other.attempts if name in call.call.candidates]
@@ -51,7 +71,7 @@ class GuessedCalls:
         starving = any(not twin.attempts and twin.request.request_id in named for twin in others)
         doubtful = starving or any(not call.call.request_id for call in elsewhere)
         if (not own and not elsewhere) or (
-            view.attempts and not doubtful and (_explains(view) or not own)
+            view.attempts and not doubtful and (explains(view) or not own)
         ):
             return
         if not self._choose(view, [*own, *elsewhere], others) and (doubtful or not view.attempts):
@@ -74,9 +94,22 @@ class GuessedCalls:
             kept = [call for call in before if call not in guessed]
             if len(kept) == len(before):
                 continue
-            _set(view, kept)
-            if not (kept and _explains(view)) and any(_has_part(view, call) for call in guessed):
-                _set(view, before)
+            # without a sample, calls that fit each other are taken for its own
+            if guessed is foreign and not _has_tokens(view) and _fit_together(view):
+                continue
+            set_attempts(view, kept)
+            if kept and explains(view):
+                continue
+            # a worker that serves several requests may have made the calls
+            for chain in _chains(prompt, guessed):
+                set_attempts(view, sorted([*kept, *chain], key=_moment))
+                if explains(view):
+                    break
+            else:
+                if any(_has_part(view, call) for call in guessed):
+                    set_attempts(view, before)
+                else:
+                    set_attempts(view, kept)
 
     def _choose(
         self, view: RequestView, calls: Sequence[Attempt], others: Sequence[RequestView]
@@ -90,25 +123,37 @@ class GuessedCalls:
         # what is certain may be all, and what its own task called is nearer than other calls
         chains.sort(key=lambda chain: chain[0] not in before)
         for chain in [[], *chains] if _has_tokens(view) else []:
-            needed = [call for call in chain if _brought(call)]
-            _set(view, sorted([*certain, *needed], key=_moment))
-            if not _explains(view):
+            needed = [
+                call for call in chain if _arrived(call) or (call in before and _brought(call))
+            ]
+            set_attempts(view, sorted([*certain, *needed], key=_moment))
+            if not explains(view):
                 continue
             # first to others: numbers are by request
             for other in others:
                 if any(call in chain for call in other.attempts):
-                    _set(other, [call for call in other.attempts if call not in chain])
+                    set_attempts(other, [call for call in other.attempts if call not in chain])
             unneeded = [call for call in before if call not in view.attempts]
             self._spare = [*(call for call in self._spare if call not in chain), *unneeded]
-            _set(view, list(view.attempts))
+            set_attempts(view, list(view.attempts))
             return True
-        _set(view, before)
+        set_attempts(view, before)
         return False
 
 
+def _fit_together(view: RequestView) -> bool:
+    """Return whether each call of a request continues what was known."""
+    return all(step.continues or step.turn for step in view.stitched.steps)
+
+
 def _brought(attempt: Attempt) -> bool:
-    """Return whether a call brought tokens."""
+    """Return whether a call brought tokens, which may have been lost."""
     return any(reply.output.token_ids for reply in attempt.replies)
+
+
+def _arrived(attempt: Attempt) -> bool:
+    """Return whether the tokens of a call reached the stack: nothing shows whose a lost one was."""
+    return attempt.consumed is not None and bool(attempt.consumed.output.token_ids)
 
 
 def _has_tokens(view: RequestView) -> bool:
@@ -117,33 +162,6 @@ def _has_tokens(view: RequestView) -> bool:
 
 def _moment(attempt: Attempt) -> int:
     return attempt.call.index
-
-
-def _set(view: RequestView, attempts: Sequence[Attempt]) -> None:
-    """Give a view these attempts, numbered anew."""
-    view.attempts[:] = attempts
-    for number, attempt in enumerate(view.attempts):
-        attempt.number = number
-        attempt.partial = None
-    view.settle()
-    assign_partial_replies(view)
-
-
-def _explains(view: RequestView) -> bool:
-    """Return whether the calls of a request make its sample, which may be cut, or end with tokens
-    that are masked out.
-    """
-    rollout, reference = view.rollout, view.stitched
-    if rollout is None or reference.broken is not None:
-        return False
-    sampled, response = reference.response_ids, rollout.response_ids
-    common = min(len(sampled), len(response))
-    if sampled[:common] != response[:common] or (response and not common):
-        return False
-    mask = rollout.loss_mask
-    return len(response) == common or (
-        mask is not None and len(mask) == len(response) and not mask[common:].any()
-    )
 
 
 def _has_part(view: RequestView, attempt: Attempt) -> bool:

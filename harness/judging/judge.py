@@ -44,6 +44,7 @@ from rollproof.judging.guessed_calls import GuessedCalls
 from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.preceding_events import PrecedingEvents
+from rollproof.judging.races import set_aside_losers
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import RequestView
 
@@ -229,6 +230,8 @@ class Judge:
     def feed(self, event: Event) -> None:
         """Take one event."""
         kind = type(event)
+        if isinstance(event, Result):
+            self._end(event)
         trace_checks = self._trace_checks
         for read, number, collector in self._readers[kind]:
             try:
@@ -255,6 +258,7 @@ class Judge:
         # Requests that never ended are judged as well: a hang is a finding of its own, and what
         # they did before it counts.
         for view in list(self.context.open.values()):
+            self._resolve(view)
             self._close(view)
         for number, (trace_check, (_, collector)) in enumerate(
             zip(self._trace_checks, self._plan.traces, strict=True)
@@ -352,19 +356,29 @@ class Judge:
     def _precede(self, event: Event) -> None:
         self._preceding.add(event)
 
-    def _result(self, event: Result) -> None:
+    def _end(self, event: Result) -> None:
+        """Resolve which calls made the sample of a request, before a check sees that it ended."""
         view = self.context.open.get(event.request_id)
         if view is not None:
             view.results.append(event)
+            self._resolve(view)
+
+    def _result(self, event: Result) -> None:
+        view = self.context.open.get(event.request_id)
+        if view is not None:
             self._close(view)
 
-    def _close(self, view: RequestView) -> None:
+    def _resolve(self, view: RequestView) -> None:
         if view.attempts and (streamed(view.attempts[-1]) or view.attempts[-1].broke):
             assign_partial_replies(view)
         # While the request was open, neighbours may have computed values from an incomplete view.
         view.settle()
         if self._driven:
             self._settle_owners(view)
+        else:
+            set_aside_losers(view)
+
+    def _close(self, view: RequestView) -> None:
         view.neighbours = [
             *self._ended,
             *(
@@ -373,15 +387,15 @@ class Judge:
                 if other is not view
             ),
         ]
-        overlapping_calls = view.overlapping_calls
+        undecided_race = view.undecided_race
         self._preceding.view = view
         for check, collector in self._plan.requests:
             if view.unattributed_calls:
-                collector.absent(UNATTRIBUTED_CALLS)
+                collector.skipped(UNATTRIBUTED_CALLS)
                 continue
             # The lifecycle family says what may happen to such calls, so it still judges them.
-            if overlapping_calls and collector.check.family != "lifecycle":
-                collector.absent(OVERLAPPING_CALLS)
+            if undecided_race and collector.check.family != "lifecycle":
+                collector.skipped(OVERLAPPING_CALLS)
                 continue
             try:
                 check(view, collector)
@@ -389,8 +403,10 @@ class Judge:
                 collector.crashed(describe_error(error))
         self._preceding.view = None
         self.context.open.pop(view.request.request_id, None)
-        for attempt in view.attempts:
-            self._calls.pop(attempt.call.call_id, None)
+        for attempt in (*view.attempts, *view.set_aside):
+            # calls that may be those of another request stay
+            if self._calls.get(attempt.call.call_id, (view,))[0] is view:
+                self._calls.pop(attempt.call.call_id, None)
         # Neighbours refer to each other: without this the views of a whole trace would stay alive.
         view.neighbours = ()
         # Ended requests stay neighbours for a while, since swapped results often end one after the
@@ -400,7 +416,8 @@ class Judge:
     def _settle_owners(self, view: RequestView) -> None:
         """Resolve which calls are those of a request that has ended."""
         others = [other for other in self.context.open.values() if other is not view]
-        self._guessed.settle(view, others)
+        for attempt in self._guessed.settle(view, others):
+            self._calls[attempt.call.call_id] = (None, attempt)
 
 
 def _feed_event(trace_check: TraceCheck, event: Event, out: Collector) -> None:

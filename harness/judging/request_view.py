@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from rollproof.core.contract import Contract, Provenance
@@ -21,9 +20,6 @@ from rollproof.judging.stitching import Stitched, stitch
 from rollproof.judging.weight_history import WeightHistory
 
 __all__ = ["RequestView"]
-
-_PROMPT = ("lost-reply", "duplicate-reply")
-"""Faults of a reply that do not delay it: another call was then made without waiting for it."""
 
 
 class RequestView:
@@ -45,6 +41,10 @@ class RequestView:
     memo: Values that the checks of a family share, by their name; nothing in it refers to the view.
     unattributed_calls: Whether calls may belong to the request that the recorder could not
         attribute.
+    set_aside: Calls of the request that its sample was not made of: they lost a race
+        (``rollproof.judging.races``). No check takes them for segments.
+    undecided_race: Whether calls of one prompt overlapped, and neither a later call nor the sample
+        shows which of the replies was used.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class RequestView:
         # View-level caches avoid repeated stitching: thirty checks read the same request.
         self.memo: dict[str, Any] = {}
         self.unattributed_calls: bool = False
+        self.set_aside: list[Attempt] = []
+        self.undecided_race: bool = False
 
     @property
     def request(self) -> Request:
@@ -125,26 +127,9 @@ class RequestView:
         )
 
     @property
-    def overlapping_calls(self) -> bool:
-        """Whether two calls of the same prompt overlapped and both were answered, without a fault
-        or by an answer that was lost.
-
-        The trace does not show which of the answers was used: a client that is told of the lost
-        one may have dropped the other one as well.
-        """
-        answered = [
-            attempt
-            for attempt in self.attempts
-            if attempt.replies and all(fault.what in _PROMPT for fault in attempt.faults)
-        ]
-        for earlier, later in pairwise(answered):
-            reply = earlier.replies[0]
-            overlap = earlier.call.index < later.call.index < reply.index
-            # Overlapping calls of different prompts are a restart or a resume, which the prompts
-            # tell apart.
-            if overlap and earlier.call.prompt_ids == later.call.prompt_ids:
-                return True
-        return False
+    def every_call(self) -> list[Attempt]:
+        """The attempts and the calls that were set aside, in order."""
+        return sorted([*self.attempts, *self.set_aside], key=_call_index)
 
     @property
     def uncalled(self) -> bool:
@@ -185,3 +170,7 @@ class RequestView:
         # Segments count in order of delivery, as a user sees them, not in order of sending.
         order = [attempt.number for attempt in self.segments]
         return order.index(tokens[index].attempt)
+
+
+def _call_index(attempt: Attempt) -> int:
+    return attempt.call.index

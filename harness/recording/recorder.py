@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rollproof.core.call_ownership import Owners
+from rollproof.core.call_ownership import Owners, named_request
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import describe_error, describe_error_with_place, show
@@ -65,10 +65,11 @@ __all__ = ["EngineCall", "Recording", "record"]
 class EngineCall:
     """The request of one call to an engine of the user.
 
-    ``request_id`` may be omitted. The call then belongs to the rollout in which context it is made,
-    or else to the open request that sends these ``prompt_ids`` next, or else to the one with the
-    longest prompt that they begin with. If several requests remain (equal prompts, and calls from
-    threads of an executor), none of them is judged: set the id.
+    ``request_id`` is the id of a rollout's request, or a handle that begins with it and ``-``,
+    ``_``, ``:``, ``/`` or ``.``. It may be omitted. The call then belongs to the rollout in which
+    context it is made, or else to the open request that sends these ``prompt_ids`` next, or else to
+    the one with the longest prompt that they begin with. If several requests remain (equal
+    prompts, and calls from threads of an executor), none of them is judged: set the id.
     """
 
     prompt_ids: tuple[int, ...]
@@ -415,6 +416,13 @@ class Recording:
             )
         self.result(rollout)
 
+    def _owners_of(self, handle: str | None, prompt_ids: tuple[int, ...]) -> tuple[str, ...]:
+        if handle is None:
+            return self._owners.of(prompt_ids)
+        # an open request first: ids of ended ones may be the beginning of its own
+        named = named_request(handle, self._owners) or named_request(handle, self._submitted)
+        return (named or handle,)
+
     def _record_call(self, call: EngineCall) -> int:
         if not isinstance(call, EngineCall):
             raise SubjectError(
@@ -423,9 +431,7 @@ class Recording:
             )
         prompt_ids = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
         with self._lock:
-            owners = (
-                (call.request_id,) if call.request_id is not None else self._owners.of(prompt_ids)
-            )
+            owners = self._owners_of(call.request_id, prompt_ids)
             event = Call(
                 call_id=self._calls + 1,
                 request_id=owners[0] if len(owners) == 1 else "",

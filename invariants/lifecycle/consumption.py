@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rollproof.core.events.rollout import Call, Reply
 from rollproof.judging.attempt import Attempt
@@ -56,10 +57,12 @@ def _junctions(view: RequestView) -> Iterator[_Junction]:
     """Return the junctions of a request in order, without those that do not continue the known
     sequence.
     """
-    steps: list[tuple[int, object]] = [(attempt.call.index, attempt) for attempt in view.attempts]
+    # a reply that lost a race may have been used all the same
+    calls = view.every_call
+    steps: list[tuple[int, object]] = [(attempt.call.index, attempt) for attempt in calls]
     steps += [
         (attempt.consumed.index, (attempt, attempt.consumed))
-        for attempt in view.attempts
+        for attempt in calls
         if attempt.consumed is not None
     ]
     steps += [(item.index, item.token_ids) for item in view.observations]
@@ -92,11 +95,11 @@ def _junctions(view: RequestView) -> Iterator[_Junction]:
 )
 def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None:
     """Look for the tokens of one call twice in a row where one reply was due."""
-    if not any(len(attempt.replies) > 1 for attempt in view.attempts):
+    if not any(len(attempt.replies) > 1 for attempt in view.every_call):
         return
     out.exercised(
         "duplicate replies",
-        sum(reply.duplicate for attempt in view.attempts for reply in attempt.replies),
+        sum(reply.duplicate for attempt in view.every_call for reply in attempt.replies),
     )
     for junction in _junctions(view):
         for attempt, reply in junction.replies:
@@ -136,7 +139,7 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
     """Check whether two replies, or one of another request, explain what a single reply does
     not.
     """
-    retried = sum(_retried(view, attempt) for attempt in view.attempts)
+    retried = sum(_retried(*pair) for pair in pairwise(view.every_call))
     late_replies = _late_replies(view)
     out.exercised("replies after a retry", retried)
     out.exercised("replies of other requests", len(late_replies))
@@ -181,10 +184,9 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
                 return
 
 
-def _retried(view: RequestView, attempt: Attempt) -> bool:
-    """Return whether the next call of the request was sent before this one's reply came."""
-    later = view.attempts[attempt.number + 1 : attempt.number + 2]
-    return bool(attempt.replies and later) and later[0].call.index < attempt.replies[0].index
+def _retried(attempt: Attempt, later: Attempt) -> bool:
+    """Return whether the next call of a request was sent before a call's reply came."""
+    return bool(attempt.replies) and later.call.index < attempt.replies[0].index
 
 
 def _late_replies(view: RequestView) -> list[tuple[str, Attempt, Reply]]:
@@ -192,7 +194,7 @@ def _late_replies(view: RequestView) -> list[tuple[str, Attempt, Reply]]:
     return [
         (other.request.request_id, attempt, reply)
         for other in view.neighbours
-        for attempt in other.attempts
+        for attempt in other.every_call
         if attempt.faults and any(fault.what in _LATE_FAULTS for fault in attempt.faults)
         for reply in attempt.replies
         if reply.output.token_ids

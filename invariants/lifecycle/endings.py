@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import PartialOff, Provenance, ResumeBy
@@ -28,8 +29,10 @@ from rollproof.invariants._shared.event_check import (
     remember,
 )
 from rollproof.invariants._shared.phrases import count
+from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
+from rollproof.judging.stitching import stitch
 
 if TYPE_CHECKING:
     from rollproof.judging.judge_context import JudgeContext
@@ -153,7 +156,7 @@ class LifecycleNoErrorWithoutFault(EventCheck):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._open: dict[str, bool] = {}
-        self._calls: dict[int, tuple[str, str]] = {}
+        self._calls: dict[int, tuple[tuple[str, ...], str]] = {}
         self._down: set[str] = set()
 
     def on_submit(self, event: Submit, out: Collector) -> None:
@@ -164,7 +167,9 @@ class LifecycleNoErrorWithoutFault(EventCheck):
         )
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(self._calls, event.call_id, (event.request_id, event.server_id))
+        # any of the requests that the call may be for may fail with it
+        owners = (event.request_id, *event.candidates)
+        remember(self._calls, event.call_id, (owners, event.server_id))
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         if not event.delivered:
@@ -190,9 +195,9 @@ class LifecycleNoErrorWithoutFault(EventCheck):
                     self._excuse(call_id)
 
     def _excuse(self, call_id: int) -> None:
-        request_id = self._calls.get(call_id, ("", ""))[0]
-        if request_id in self._open:
-            self._open[request_id] = True
+        for request_id in self._calls.get(call_id, ((), ""))[0]:
+            if request_id in self._open:
+                self._open[request_id] = True
 
     def on_result(self, event: Result, out: Collector) -> None:
         excused = self._open.pop(event.request_id, None)
@@ -366,91 +371,135 @@ class LifecycleSurvivesDeath(EventCheck):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._in_flight: dict[int, Call] = {}
-        self._calls_of_dead: dict[int, str] = {}
-        self._interrupted: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+        self._in_flight: dict[int, str] = {}
+        self._deaths: dict[int, Fault] = {}
+        self._open: dict[str, RequestView] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(self._in_flight, event.call_id, event)
-        server, known_ids = self._interrupted.get(event.request_id, ("", None))
-        if known_ids is None:
-            return
-        # Only the first call after the death shows what the client kept.
-        self._interrupted[event.request_id] = (server, None)
-        if event.prompt_ids[: len(known_ids)] != known_ids:
-            common = next(
-                (
-                    i
-                    for i, (sent, expected) in enumerate(
-                        zip(event.prompt_ids, known_ids, strict=False)
-                    )
-                    if sent != expected
-                ),
-                min(len(event.prompt_ids), len(known_ids)),
-            )
-            out.finding(
-                "tokens were lost when a server died",
-                expected=(
-                    f"the next call sends the {len(known_ids)} tokens known before {server} died"
-                ),
-                observed=(
-                    f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first"
-                    f" {common} of them unchanged"
-                ),
-                where={
-                    "request": event.request_id,
-                    "call": event.call_id,
-                    "server": server,
-                    "index": event.index,
-                },
-                hint=(
-                    "Only the dead call's own tokens are lost: store what earlier calls"
-                    " delivered outside of the try block that is retried."
-                ),
-            )
+        remember(self._in_flight, event.call_id, event.server_id)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        call = self._in_flight.pop(event.call_id, None)
-        request_id = (
-            self._calls_of_dead.pop(event.call_id, None) if call is None else call.request_id
-        )
-        if request_id is not None and event.delivered:
-            # It was answered, late or before the server died, so the death does not explain what
-            # happens to it now.
-            self._interrupted.pop(request_id, None)
+        self._in_flight.pop(event.call_id, None)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what != "death":
             return
-        for call in [
-            call for call in self._in_flight.values() if call.server_id == event.server_id
-        ]:
-            del self._in_flight[call.call_id]
-            view = self.context.open.get(call.request_id)
-            if view is None:
-                continue
-            out.exercised("requests in flight at a server's death")
-            remember(self._calls_of_dead, call.call_id, call.request_id)
-            known_ids = None
-            if self.context.contract.resume is ResumeBy.CLIENT:
-                stitched = view.stitched_as(Provenance.AS_SAMPLED)
-                known_ids = (
-                    None
-                    if stitched.broken is not None
-                    else (*view.request.prompt_ids, *stitched.response_ids)
-                )
-            self._interrupted[call.request_id] = (str(event.server_id), known_ids)
+        self._open.update(self.context.open)
+        dead = event.server_id
+        for call_id in [call for call, where in self._in_flight.items() if where == dead]:
+            del self._in_flight[call_id]
+            remember(self._deaths, call_id, event)
 
     def on_result(self, event: Result, out: Collector) -> None:
-        server, _ = self._interrupted.pop(event.request_id, (None, None))
-        if server is None or event.error is not None or event.rollout is not None:
+        view = self._open.pop(event.request_id, None)
+        if view is not None:
+            self._judge(view, event, out)
+
+    def finish(self, out: Collector) -> None:
+        for view in self._open.values():
+            self._judge(view, None, out)
+
+    def _judge(self, view: RequestView, event: Result | None, out: Collector) -> None:
+        """Judge a request that was open at a death.
+
+        Only its end shows which calls were its own, and which made its sample.
+        """
+        deaths = [
+            (attempt, death)
+            for attempt in view.attempts
+            if (death := self._deaths.pop(attempt.call.call_id, None)) is not None
+        ]
+        out.exercised("requests in flight at a server's death", len(deaths))
+        unanswered = None
+        for attempt, death in deaths:
+            later = next((a.call for a in view.attempts if a.call.index > death.index), None)
+            # An answer, late or to another call, explains what the stack does then.
+            if later is None or not _answered(view, death.index, later.index):
+                unanswered = death
+                if later is not None and self.context.contract.resume is ResumeBy.CLIENT:
+                    self._compare(view, attempt, death, later, out)
+        if unanswered is None or event is None or _answered(view, unanswered.index, event.index):
             return
+        if event.error is not None or event.rollout is not None:
+            return
+        server = str(unanswered.server_id)
         out.finding(
             "a request vanished when a server died",
             expected=f"a rollout or an explicit error after the death of {server}",
             observed="nothing was delivered",
             where={"request": event.request_id, "server": server, "index": event.index},
         )
+
+    def _compare(
+        self, view: RequestView, dead: Attempt, death: Fault, event: Call, out: Collector
+    ) -> None:
+        """Compare the first call after a death with what the client knew: only this one shows what
+        it kept.
+        """
+        known_ids = _known_before(view, death.index)
+        if known_ids is None or event.prompt_ids[: len(known_ids)] == known_ids:
+            return
+        common = next(
+            (
+                i
+                for i, (sent, expected) in enumerate(zip(event.prompt_ids, known_ids, strict=False))
+                if sent != expected
+            ),
+            min(len(event.prompt_ids), len(known_ids)),
+        )
+        out.finding(
+            "tokens were lost when a server died",
+            expected=(
+                f"the next call sends the {len(known_ids)} tokens known before"
+                f" {dead.call.server_id} died"
+            ),
+            observed=(
+                f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first"
+                f" {common} of them unchanged"
+            ),
+            where={
+                "request": view.request.request_id,
+                "call": event.call_id,
+                "server": dead.call.server_id,
+                "index": event.index,
+            },
+            hint=(
+                "Only the dead call's own tokens are lost: store what earlier calls"
+                " delivered outside of the try block that is retried."
+            ),
+        )
+
+
+def _answered(view: RequestView, begin: int, end: int) -> bool:
+    """Return whether a reply reached the stack between two events."""
+    return any(
+        reply.delivered and begin < reply.index < end
+        for attempt in (*view.attempts, *view.set_aside)
+        for reply in attempt.replies
+    )
+
+
+def _known_before(view: RequestView, index: int) -> tuple[int, ...] | None:
+    """Return the prompt and what had been delivered before an event; ``None`` if the calls until
+    then do not continue each other.
+    """
+    known = stitch(
+        view.request.prompt_ids,
+        [
+            replace(
+                attempt,
+                replies=[reply for reply in attempt.replies if reply.index < index],
+                partial=attempt.partial
+                if attempt.partial is not None and attempt.partial.index < index
+                else None,
+            )
+            for attempt in view.attempts
+            if attempt.call.index < index
+        ],
+        [words for words in view.observations if words.index < index],
+        Provenance.AS_SAMPLED,
+    )
+    return None if known.broken is not None else (*view.request.prompt_ids, *known.response_ids)
 
 
 lifecycle_survives_death: Check = trace_check(

@@ -143,8 +143,8 @@ class LifecycleNoCallAfterEnd(EventCheck):
             out.exercised("requests that ended")
 
     def on_call(self, event: Call, out: Collector) -> None:
-        # The trace attributes a call to a request by its id or its prompt.
-        if event.request_id in self._ended:
+        # The trace attributes a call to a request by its id or its prompt; a guess may be wrong.
+        if event.request_id in self._ended and not event.candidates:
             out.finding(
                 "a call was made for a request that had ended",
                 expected="no call after the request's result",

@@ -266,7 +266,7 @@ class _Lazy(AsSampled):
             "weights.every-replica-updated",
         ),
         (_OneByOne, case(_TWICE, requests=_PAIR, servers=2), "weights.every-replica-updated"),
-        (_Races, case(act(ActionKind.EVICT, 2), servers=2), "lifecycle.aborts-do-not-surface"),
+        (_Races, case(act(ActionKind.EVICT, 2), servers=2), "lifecycle.no-orphan-calls"),
         (_OnTheFly, case(_SYNC, requests=_PAIR, servers=2), "weights.label-only-keeps-calls"),
         (_OnTheFly, case(_TWICE), "weights.newest-update-stays"),
         (_Hedges, case(requests=_PAIR), "lifecycle.no-orphan-calls"),

@@ -449,6 +449,15 @@ def test_the_reply_is_stamped_behind_its_call() -> None:
     assert any(isinstance(event, Reply) for event in trace.recorded.events)
 
 
+def test_a_handle_names_its_request() -> None:
+    """The id of the request and a separator begin it, as on the fakes."""
+    with rollproof.record(CONTRACT) as trace:
+        wired(trace, Client(Engine()), [1, 2, 3])([1, 2, 3])
+        owners = [trace._owners_of(handle, (1, 2, 3)) for handle in ("r1-2", "r1", "other")]
+
+    assert [("r1",), ("r1",), ("other",)] == owners
+
+
 def test_requests_that_never_end_are_reported() -> None:
     """What the block left open would go unjudged without a word."""
     with pytest.raises(

@@ -1,0 +1,319 @@
+"""Decide which calls of a request made its sample, where calls raced.
+
+A stack may send one prompt twice and use one of the replies (hedging, a retry while the first call
+still runs), or call before the environment has answered and throw that call away. The next call or
+the delivered sample shows which reply was used. The others are no part of the sample: they become
+``RequestView.set_aside``, so that no check takes them for segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollproof.core.records import EngineOutput, FinishReason
+from rollproof.judging.partial_replies import assign_partial_replies
+
+if TYPE_CHECKING:
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
+
+__all__ = ["explains", "set_aside_losers", "set_attempts"]
+
+_PROMPT = ("lost-reply", "duplicate-reply")
+"""Faults of a reply that do not delay it: another call was then made without waiting for it."""
+_TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What shows which reply of a race was used: the next call's prompt, or the sample.
+
+    ids: The tokens.
+    moment: The index of its event.
+    finish: The finish reason of the sample.
+    final: Whether it is the sample.
+    """
+
+    ids: tuple[int, ...]
+    moment: int
+    finish: FinishReason | None
+    final: bool
+
+
+def set_aside_losers(view: RequestView) -> None:
+    """Move the calls that lost a race from the attempts of a request to ``set_aside``."""
+    kept, view.undecided_race = _kept(view)
+    losers = [attempt for attempt in view.attempts if attempt not in kept]
+    if losers:
+        view.set_aside += losers
+        set_attempts(view, kept)
+    _set_aside_speculation(view)
+
+
+def explains(view: RequestView) -> bool:
+    """Return whether the calls of a request, but for those that lost a race, make its sample, which
+    may be cut, or end with tokens that are masked out.
+    """
+    before = list(view.attempts)
+    kept, _ = _kept(view)
+    if len(kept) == len(before):
+        return _explains(view)
+    set_attempts(view, kept)
+    answer = _explains(view)
+    set_attempts(view, before)
+    return answer
+
+
+def set_attempts(view: RequestView, attempts: Sequence[Attempt]) -> None:
+    """Give a view these attempts, numbered anew."""
+    view.attempts[:] = attempts
+    for number, attempt in enumerate(view.attempts):
+        attempt.number = number
+        attempt.partial = None
+    view.settle()
+    assign_partial_replies(view)
+
+
+def _explains(view: RequestView) -> bool:
+    rollout, reference = view.rollout, view.stitched
+    if rollout is None or reference.broken is not None:
+        return False
+    sampled, response = reference.response_ids, rollout.response_ids
+    common = min(len(sampled), len(response))
+    if sampled[:common] != response[:common] or (response and not common):
+        return False
+    mask = rollout.loss_mask
+    return len(response) == common or (
+        mask is not None and len(mask) == len(response) and not mask[common:].any()
+    )
+
+
+def _kept(view: RequestView) -> tuple[list[Attempt], bool]:
+    """Return the calls that lost no race, and whether a race was left undecided."""
+    losers: list[int] = []
+    undecided = False
+    for race in _races(view.attempts):
+        winner, certain = _winner(view, race)
+        if certain and winner is not None:
+            losers += [
+                id(call)
+                for call in race
+                if call is not winner and (call.consumed or _same_instant(winner, call))
+            ]
+        else:
+            undecided = undecided or all(_prompt(call) for call in race)
+    kept = [call for call in view.attempts if id(call) not in losers]
+    return [call for call in kept if not _given_up(call, kept)], undecided
+
+
+def _given_up(call: Attempt, attempts: Sequence[Attempt]) -> bool:
+    """Return whether the stack itself aborted a call and then sent its prompt again."""
+    reply = call.consumed
+    if reply is None or not call.stopped_by_stack or not reply.output.token_ids:
+        return False
+    later = next((other for other in attempts if other.call.index > reply.index), None)
+    return later is not None and later.call.prompt_ids == call.call.prompt_ids
+
+
+def _races(attempts: Sequence[Attempt]) -> Iterable[list[Attempt]]:
+    """Return the calls that sent the same prompt and overlapped."""
+    alike: dict[tuple[int, ...], list[Attempt]] = {}
+    for attempt in attempts:
+        alike.setdefault(attempt.call.prompt_ids, []).append(attempt)
+    for calls in alike.values():
+        race: list[Attempt] = []
+        end = -1.0
+        for call in calls:
+            if any(_same_instant(earlier, call) for earlier in race):
+                race.append(call)
+                continue
+            if not call.replies:
+                continue
+            if call.call.index >= end:
+                if len(race) > 1:
+                    yield race
+                race = []
+            race.append(call)
+            end = max(end, _end(call))
+        if len(race) > 1:
+            yield race
+
+
+def _same_instant(earlier: Attempt, later: Attempt) -> bool:
+    """Return whether a call was made in the instant in which the reply to another one came, and
+    given up for it: whoever made it did not know of the reply.
+    """
+    reply = earlier.consumed
+    return (
+        reply is not None
+        and reply.index < later.call.index
+        and reply.time == later.call.time
+        and (later.stopped_by_stack or later.consumed is None)
+    )
+
+
+def _end(call: Attempt) -> float:
+    """Return the index at which the stack no longer waits for a call, as far as that is known."""
+    # when a client learns that a reply was lost is its own matter
+    lost = any(fault.what == "lost-reply" for fault in call.faults)
+    return math.inf if lost and call.consumed is None else call.replies[0].index
+
+
+def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None, bool]:
+    """Return the call whose reply was used, and whether that is certain."""
+    received = [call for call in race if call.consumed is not None]
+    if not received:
+        return None, True
+    shown = _shown(view, race)
+    if shown is None:
+        # neither a call nor a sample came of it: no reply matters more than the first
+        return min(received, key=_moment), not any(call.faults for call in race)
+    start = len(race[0].call.prompt_ids)
+    fits = {id(call): _fit(call, shown, start) for call in received}
+    best = max(received, key=lambda call: (*fits[id(call)], *_likely(call, shown, start)))
+    full, _ = fits[id(best)]
+    if not full:
+        # After a fault a client may have dropped the other reply as well, and called again.
+        return best, shown.final or not any(call.faults for call in race)
+    both = next((c for c in received if c is not best and _follows(c, best, shown, start)), None)
+    if both is not None:
+        # lifecycle.one-reply-per-retry judges replies to a call and its retry that were both used
+        earlier, later = sorted((best, both), key=_called)
+        return best, later.call.index > earlier.replies[0].index
+    rivals = [
+        call
+        for call in received
+        if call is not best and fits[id(call)] == fits[id(best)] and not _alike(call, best)
+    ]
+    return best, not rivals
+
+
+def _shown(view: RequestView, race: Sequence[Attempt]) -> _Shown | None:
+    prompt = race[0].call.prompt_ids
+    first = min(call.consumed.index for call in race if call.consumed is not None)
+    for call in view.attempts:
+        sent = call.call.prompt_ids
+        if call.call.index > first and sent[: len(prompt)] == prompt != sent:
+            return _Shown(sent, call.call.index, None, final=False)
+    rollout, result = view.rollout, view.result
+    if rollout is None or result is None:
+        return None
+    return _Shown(view.total_ids, result.index, rollout.finish_reason, final=True)
+
+
+def _fit(call: Attempt, shown: _Shown, start: int) -> tuple[bool, int]:
+    """Return whether what is shown continues with the entire reply of a call, and with how many
+    tokens of it.
+    """
+    reply = call.consumed
+    assert reply is not None
+    if reply.index > shown.moment:
+        return False, -1
+    sampled, after = reply.output.token_ids, shown.ids[start:]
+    same = next(
+        (i for i, (a, b) in enumerate(zip(sampled, after, strict=False)) if a != b),
+        min(len(sampled), len(after)),
+    )
+    # a sample may be cut at its budget
+    return same == len(sampled) or (shown.final and same == len(after) > 0), same
+
+
+def _follows(other: Attempt, best: Attempt, shown: _Shown, start: int) -> bool:
+    """Return whether the entire reply of another call follows that of the best one."""
+    first, second = best.consumed, other.consumed
+    assert first is not None
+    assert second is not None
+    begin = start + len(first.output.token_ids)
+    tokens = second.output.token_ids
+    return bool(tokens) and shown.ids[begin : begin + len(tokens)] == tokens
+
+
+def _likely(call: Attempt, shown: _Shown, start: int) -> tuple[bool, bool, int]:
+    """Return what speaks for a reply beside its tokens: how it ended, that the stack did not stop
+    it, and that it came early.
+    """
+    reply = call.consumed
+    assert reply is not None
+    finish = reply.output.finish_reason
+    if shown.final:
+        fitting = finish == shown.finish
+    else:
+        resumed = len(shown.ids) == start + len(reply.output.token_ids)
+        fitting = (finish is FinishReason.ABORT) == resumed
+    return fitting, not call.stopped_by_stack, -reply.index
+
+
+def _alike(one: Attempt, other: Attempt) -> bool:
+    """Return whether it makes no difference which of two replies was used, or the later call is
+    certain to count: its stack no longer waited for the other one.
+    """
+    a, b = one.consumed, other.consumed
+    assert a is not None
+    assert b is not None
+    return not (_prompt(one) and _prompt(other)) or _equal(a.output, b.output)
+
+
+def _equal(a: EngineOutput, b: EngineOutput) -> bool:
+    return (
+        a.token_ids == b.token_ids
+        and a.version == b.version
+        and a.spans == b.spans
+        and _same_array(a.logprobs, b.logprobs)
+        and _same_array(a.routes, b.routes)
+    )
+
+
+def _same_array(a: object, b: object) -> bool:
+    if a is None or b is None:
+        return a is b
+    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+
+
+def _prompt(call: Attempt) -> bool:
+    """Return whether no fault delayed the reply."""
+    return all(fault.what in _PROMPT for fault in call.faults)
+
+
+def _called(call: Attempt) -> int:
+    return call.call.index
+
+
+def _moment(call: Attempt) -> int:
+    assert call.consumed is not None
+    return call.consumed.index
+
+
+def _set_aside_speculation(view: RequestView) -> None:
+    """Set aside a call that was made before the environment had answered, if the others make the
+    sample without it.
+    """
+    if view.rollout is None or not (view.request.turns or view.observations):
+        return
+    for call in list(view.attempts):
+        sent = call.call.prompt_ids
+        if view.total_ids[: len(sent)] == sent or not _after_turn(view, call):
+            continue
+        before = list(view.attempts)
+        set_attempts(view, [other for other in before if other is not call])
+        if view.attempts and _explains(view):
+            view.set_aside.append(call)
+        else:
+            set_attempts(view, before)
+
+
+def _after_turn(view: RequestView, call: Attempt) -> bool:
+    """Return whether a call sends a turn that an engine had ended, and more."""
+    sent = call.call.prompt_ids
+    for other in view.attempts:
+        reply = other.consumed
+        if reply is None or reply.index > call.call.index:
+            continue
+        known = other.call.prompt_ids + reply.output.token_ids
+        if reply.output.finish_reason in _TURN_ENDS and sent[: len(known)] == known != sent:
+            return True
+    return False

@@ -1,0 +1,61 @@
+"""Which reply of several to one prompt a sample was made of."""
+
+from __future__ import annotations
+
+from rollproof.judging.checks import Verdict
+from tests.support.trace_script import TraceScript, check, finds, opened, passes, unknown
+
+
+def _race(first: tuple[int, ...], second: tuple[int, ...], reason: str = "stop") -> TraceScript:
+    """Two calls of one prompt overlap; the first is answered first, the second is aborted."""
+    script = opened()
+    one, other = script.call((1, 2)), script.call((1, 2), server="s1")
+    return script.reply(one, first, reason=reason).reply(other, second, reason="abort")
+
+
+def test_the_sample_shows_the_winner() -> None:
+    """The reply that is not in the sample is no segment of it, and no resumed one."""
+    for first, second in (((3, 4, 5), (3,)), ((3, 4, 5), ()), ((3, 4, 5), (6, 7))):
+        script = _race(first, second).result((3, 4, 5))
+        passes("stitch.tokens", script, **{"single-call_samples": 1})
+        passes("stitch.resume-prompt", script)
+
+
+def test_the_next_call_shows_the_winner() -> None:
+    """The longer one of two aborted replies is continued, although it came first."""
+    script = _race((3, 4, 5), (3,), reason="abort")
+    call = script.call((1, 2, 3, 4, 5))
+    script.reply(call, (6,), reason="stop").result((3, 4, 5, 6))
+    passes("stitch.tokens", script, resumed_samples=1)
+    passes("stitch.resume-prompt", script)
+
+
+def test_a_sample_of_neither_reply_is_found() -> None:
+    """Tokens that no reply brought are a fault, whoever won."""
+    finds("stitch.tokens", _race((3, 4, 5), (6, 7)).result((3, 9, 5)))
+
+
+def test_replies_that_differ_in_more_than_tokens_stay_undecided() -> None:
+    """The same tokens of other weights: nothing shows which ones belong to the sample."""
+    script = opened()
+    one, other = script.call((1, 2)), script.call((1, 2), server="s1")
+    script.reply(one, (3, 4), reason="stop", version=1)
+    script.reply(other, (3, 4), reason="stop", version=2)
+    unknown("stitch.tokens", script.result((3, 4)), "does not show which answer the stack used")
+
+
+def test_an_answer_that_is_thrown_away_is_found() -> None:
+    """Calls that do not overlap are no race: the second one should have continued the first."""
+    script = opened()
+    script.reply(script.call((1, 2)), (3, 4), reason="abort")
+    script.reply(script.call((1, 2)), (3, 4, 5), reason="stop")
+    finding = finds("stitch.resume-prompt", script.result((3, 4, 5)))
+    assert "Call 1 throws away 2 of 2 tokens delivered before it" == finding.title
+
+
+def test_a_guess_is_not_a_call_after_the_end() -> None:
+    """A task that a rollout started may call for another purpose when the rollout has ended."""
+    script = opened()
+    script.reply(script.call((1, 2)), (3,), reason="stop").result((3,))
+    script.call((7,), candidates=("r0",))
+    assert Verdict.PASS == check("lifecycle.no-call-after-end", script).verdict
