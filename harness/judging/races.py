@@ -289,21 +289,26 @@ def _moment(call: Attempt) -> int:
 
 
 def _set_aside_speculation(view: RequestView) -> None:
-    """Set aside a call that was made before the environment had answered, if the others make the
-    sample without it.
+    """Set aside calls that were made before the environment had answered, if the others make the
+    sample without them.
     """
     if view.rollout is None or not (view.request.turns or view.observations):
         return
-    for call in list(view.attempts):
-        sent = call.call.prompt_ids
-        if view.total_ids[: len(sent)] == sent or not _after_turn(view, call):
-            continue
-        before = list(view.attempts)
-        set_attempts(view, [other for other in before if other is not call])
-        if view.attempts and _explains(view):
-            view.set_aside.append(call)
-        else:
-            set_attempts(view, before)
+    before = list(view.attempts)
+    guesses = [
+        call
+        for call in before
+        if view.total_ids[: len(call.call.prompt_ids)] != call.call.prompt_ids
+        and _after_turn(view, call)
+    ]
+    if not guesses:
+        return
+    kept = [call for call in before if call not in guesses]
+    set_attempts(view, kept)
+    if kept and _explains(view):
+        view.set_aside += guesses
+    else:
+        set_attempts(view, before)
 
 
 def _after_turn(view: RequestView, call: Attempt) -> bool:

@@ -151,7 +151,7 @@ class TestEveryReplica:
         unknown(
             self.ID,
             _serves(script),
-            "a failed update came after the last update that reached every replica"
+            "a failed update came after the last update that reached every replica",
         )
         passes(self.ID, script.weights(2).weights(2, "s1"))
 
@@ -165,7 +165,7 @@ class TestEveryReplica:
         unknown(
             self.ID,
             _serves(_fleet(driven=False).weights(1)),
-            "the trace ends in the middle of an update"
+            "the trace ends in the middle of an update",
         )
 
     def test_equal_weights_under_a_new_number_are_no_difference(self) -> None:
