@@ -61,6 +61,7 @@ class FakeEngine:
     recorded. Methods that represent a message to the server raise ``ServerDied`` while it is dead.
 
     handed_out: the routes that callers within the program got and can write to, by call.
+    published: the last label that the stack published here, not the harness, and its weights.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class FakeEngine:
         self.alive: bool = True
         self.fail_next_load: bool = False
         self.handed_out: dict[int, IntArray] = {}
+        self.published: tuple[int, Version] | None = None
         self._recorder = recorder
         self._hooks = hooks or EngineHooks()
         self._scheduler = Scheduler(
@@ -365,6 +367,8 @@ class FakeEngine:
 
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
         self._scheduler.show(label)
+        if label is not None and not _HARNESS_ACTS.get():
+            self.published = (self.version, label)
         self._recorder.record(
             Weights(
                 server_id=self.server_id,

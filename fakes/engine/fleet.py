@@ -35,6 +35,7 @@ from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine, harness_acts
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.inflight import InflightCall
+from rollproof.fakes.engine.label_form import in_form
 from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.exception_policy import reraise_foreign
 
@@ -205,7 +206,9 @@ class Fleet:
     async def skew(self, label: int, server_id: str) -> bool:
         """Run the default update on one server only; the others follow at the next sync."""
         with harness_acts():
-            return await self._succeeds(lambda: self.sync(label, servers=(server_id,)))
+            return await self._succeeds(
+                lambda: self._sync(label, self._shown(label), servers=(server_id,))
+            )
 
     @asynccontextmanager
     async def between_updates(self) -> AsyncIterator[None]:
@@ -268,6 +271,18 @@ class Fleet:
         servers are resumed after a failure, too. Raises the error of the transfer; a server that
         dies meanwhile is left out.
         """
+        await self._sync(version, version, mode=mode, clear_cache=clear_cache, servers=servers)
+
+    async def _sync(
+        self,
+        version: int | None,
+        shown: Version,
+        *,
+        mode: PauseMode | None = None,
+        clear_cache: bool | None = None,
+        servers: Iterable[str] | None = None,
+    ) -> None:
+        """Run ``sync``, and show ``shown`` for the label."""
         # claimed before the lock: an update loads the weights of the moment when it was called
         true = self._claim(version)
         async with self._lock:
@@ -279,9 +294,9 @@ class Fleet:
             clear = self.clear_cache if clear_cache is None else clear_cache
             try:
                 await _each(server.pause(mode, clear) for server in targets)
-                await _each(server.load(true, version) for server in targets)
+                await _each(server.load(true, shown) for server in targets)
                 if servers is None:
-                    self._synced = (true, version)
+                    self._synced = (true, shown)
             finally:
                 await _each(server.resume() for server in targets)
 
@@ -297,17 +312,31 @@ class Fleet:
                 *((server.version, server.label) for server in [*alive, self._server(server_id)]),
             ]
             version, label = max(candidates, key=lambda pair: pair[0])
+            # the label that the fleet began with is the harness's own
+            if isinstance(label, int):
+                label = self._shown(label)
             with harness_acts():
                 self._server(server_id).revive(version, label)
 
     def relabel(self) -> None:
         """Publish a new label on every living server; the weights stay."""
-        label = self.train(identity=True)
+        label = self._shown(self.train(identity=True))
         self._synced = (self._synced[0], label)
         with harness_acts():
             for server in self.servers.values():
                 if server.alive:
                     server.relabel(label)
+
+    def _shown(self, label: int) -> int | str:
+        """Return a label of the harness in the form of those that the stack publishes."""
+        published = [server.published for server in self.servers.values() if server.published]
+        return in_form(
+            label,
+            [
+                ({version, *(n for n, true in self._true.items() if true == version)}, text)
+                for version, text in published
+            ],
+        )
 
     async def settle(self) -> None:
         """Wait until the effects of all fired actions are complete.
