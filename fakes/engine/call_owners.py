@@ -9,8 +9,8 @@ leaves the call out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 
 from rollproof.core.call_ownership import CallOwner, named_request
@@ -19,23 +19,51 @@ from rollproof.core.records import FinishReason, Request, Scalar
 from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, is_greedy
 
-__all__ = ["CURRENT_REQUEST", "CallOwners", "internal_calls"]
+__all__ = ["CURRENT_REQUEST", "CallOwners", "InternalCalls"]
 
 CURRENT_REQUEST: ContextVar[str | None] = ContextVar("rollproof_current_request", default=None)
 """The request that the running task works for; set by the caller of ``rollout``."""
 
-_INTERNAL: ContextVar[bool] = ContextVar("rollproof_internal_calls", default=False)
 _SEEDS = ("seed", "sampling_seed")
 
 
-@contextmanager
-def internal_calls() -> Iterator[None]:
-    """Let the calls inside belong to no request."""
-    token = _INTERNAL.set(True)
-    try:
-        yield
-    finally:
-        _INTERNAL.reset(token)
+class InternalCalls(AbstractContextManager[None], AbstractAsyncContextManager[None]):
+    """Let the calls inside belong to no request: those of the task, and of tasks begun inside.
+
+    It has no token of a context: some leave a block in another task than they entered it in, as
+    fixtures and generators do. Leaving ends it for the task that leaves, if it was inside.
+    """
+
+    __slots__ = ("_owners",)
+
+    def __init__(self, owners: CallOwners) -> None:
+        self._owners = owners
+
+    def __enter__(self) -> None:
+        # a block of an earlier case that nobody left says nothing of this case
+        inside = [block for block in _INSIDE.get() if block.owners is self._owners]
+        _INSIDE.set((*inside, self))
+
+    def __exit__(self, *_: object) -> None:
+        inside = list(_INSIDE.get())
+        if self in inside:
+            inside.remove(self)
+            _INSIDE.set(tuple(inside))
+
+    async def __aenter__(self) -> None:
+        self.__enter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()
+
+    @property
+    def owners(self) -> CallOwners:
+        """The requests to none of which the calls belong."""
+        return self._owners
+
+
+_INSIDE: ContextVar[tuple[InternalCalls, ...]] = ContextVar("rollproof_internal_calls", default=())
+"""The blocks of ``Fleet.internal`` that the running task is inside of."""
 
 
 class CallOwners:
@@ -60,7 +88,7 @@ class CallOwners:
     def of(self, prompt_ids: tuple[int, ...], rid: str | None) -> CallOwner:
         """Return the request of a call."""
         self._catch_up()
-        if _INTERNAL.get():
+        if any(block.owners is self for block in _INSIDE.get()):
             return CallOwner(internal=True)
         fitting = [
             name

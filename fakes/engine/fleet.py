@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.balancer import Balancer
-from rollproof.fakes.engine.call_owners import CURRENT_REQUEST, CallOwners, internal_calls
+from rollproof.fakes.engine.call_owners import CURRENT_REQUEST, CallOwners, InternalCalls
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine, harness_acts
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
@@ -60,7 +60,7 @@ class Fleet:
         self.policy: CodedPolicy = CodedPolicy.from_model(case.model, case.seed)
         self.pause_mode: PauseMode = case.pause_mode
         self.clear_cache: bool = case.clear_cache
-        owners = CallOwners(case.requests, recorder)
+        self._owners = owners = CallOwners(case.requests, recorder)
         self.schedule: Schedule = Schedule(case.actions, owners.of, self._fire, owners.draw)
         owners.latest = self.schedule.latest
         self.updates_failed: int = 0
@@ -139,15 +139,16 @@ class Fleet:
         """Return Ray-style handles of the servers, by id."""
         return {name: RayHandle(server) for name, server in self.servers.items()}
 
-    def internal(self) -> AbstractContextManager[None]:
-        """Return a context manager: the engine calls inside belong to no request.
+    def internal(self) -> InternalCalls:
+        """Return a context manager (``with`` or ``async with``): the engine calls inside belong to
+        no request, and neither do those of tasks begun inside.
 
         For health checks, warm-up calls and judges that run inside a rollout::
 
             with fleet.internal():
                 await server.generate(prompt_ids=[1], max_tokens=1)
         """
-        return internal_calls()
+        return InternalCalls(self._owners)
 
     def next_version(self) -> int:
         """Return a new label."""

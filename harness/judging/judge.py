@@ -218,6 +218,7 @@ class Judge:
         self._calls: dict[int, tuple[RequestView | None, Attempt]] = {}
         self._driven = header.case is not None
         self._guessed = GuessedCalls()
+        self._internal: list[Attempt] = []
         self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)
         self._plan = tally.plan(header.contract, header.about)
         self._trace_checks = [make(self.context) for make, _ in self._plan.traces]
@@ -293,7 +294,11 @@ class Judge:
         # A recorder without request ids attributes calls by prompt; requests of a group share
         # theirs. It may miss calls: only those of a driven run are resolved, when a request ends.
         if self._driven:
-            if event.candidates and not event.request_id:
+            if event.internal:
+                attempt = Attempt(number=0, call=event)
+                self._calls[event.call_id] = (None, attempt)
+                self._internal.append(attempt)
+            elif event.candidates and not event.request_id:
                 attempt = Attempt(number=0, call=event)
                 self._calls[event.call_id] = (None, attempt)
                 self._guessed.add(attempt)
@@ -418,6 +423,13 @@ class Judge:
         others = [other for other in self.context.open.values() if other is not view]
         for attempt in self._guessed.settle(view, others):
             self._calls[attempt.call.call_id] = (None, attempt)
+        if view.uncalled:
+            prompt = view.request.prompt_ids
+            view.internal_calls = [
+                attempt
+                for attempt in self._internal
+                if attempt.call.prompt_ids[: len(prompt)] == prompt
+            ]
 
 
 def _feed_event(trace_check: TraceCheck, event: Event, out: Collector) -> None:

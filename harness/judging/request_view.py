@@ -45,6 +45,8 @@ class RequestView:
         (``rollproof.judging.races``). No check takes them for segments.
     undecided_race: Whether calls of one prompt overlapped, and neither a later call nor the sample
         shows which of the replies was used.
+    internal_calls: Calls that the stack declared to belong to no request and that begin with the
+        prompt of this one, if it has no call of its own.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RequestView:
         self.unattributed_calls: bool = False
         self.set_aside: list[Attempt] = []
         self.undecided_race: bool = False
+        self.internal_calls: Sequence[Attempt] = ()
 
     @property
     def request(self) -> Request:

@@ -15,6 +15,7 @@ from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.core.oracle import Chooser
+    from rollproof.judging.attempt import Attempt
     from rollproof.judging.request_view import RequestView
 
 __all__ = [
@@ -165,6 +166,23 @@ def stitch_sampled_by_engine(view: RequestView, out: Collector) -> None:
     if not _was_run(view):
         out.absent("a recording may miss engine calls")
         return
+    internal = _internal_calls(view)
+    if internal:
+        calls = count(len(internal), "call")
+        out.finding(
+            f"A sample of {count(len(response), 'token')} came from no engine call of its request:"
+            " its calls were made inside fleet.internal()",
+            kind="a sample of internal calls",
+            expected="tokens that replies to calls of this request brought",
+            observed=f"{window(response, 0)}; {calls} inside fleet.internal() brought these tokens",
+            where=view.place(),
+            hint=(
+                "A call inside fleet.internal() belongs to no request. Enter it with `with` around"
+                " health checks and the like only, and leave it in the task that entered it, before"
+                " the rollout calls: tasks begun inside stay inside."
+            ),
+        )
+        return
     source = _source(view, response)
     out.finding(
         f"A sample of {count(len(response), 'token')} came from no engine call of its request"
@@ -190,6 +208,29 @@ def stitch_sampled_by_engine(view: RequestView, out: Collector) -> None:
             " called, give that call the id of the request as its handle (request_id=)."
         ),
     )
+
+
+def _internal_calls(view: RequestView) -> list[Attempt]:
+    """Return the internal calls that brought all tokens of a sample that are trained on."""
+    rollout = view.rollout
+    if rollout is None:
+        return []
+    sequence, mask = view.total_ids, rollout.loss_mask
+    start = len(view.request.prompt_ids)
+    missing = {
+        place
+        for place in range(start, len(sequence))
+        if mask is None or len(mask) <= place - start or mask[place - start]
+    }
+    brought = []
+    for attempt in view.internal_calls:
+        sent = attempt.call.prompt_ids
+        for reply in attempt.replies:
+            tokens = reply.output.token_ids
+            if tokens and sequence[: len(sent) + len(tokens)] == (*sent, *tokens):
+                brought.append(attempt)
+                missing -= set(range(len(sent), len(sent) + len(tokens)))
+    return [] if missing else brought
 
 
 def _source(view: RequestView, response: tuple[int, ...]) -> str | None:

@@ -380,6 +380,75 @@ def test_an_internal_call_belongs_to_no_request() -> None:
     on_clock(main)
 
 
+def test_an_internal_block_may_be_left_in_another_task() -> None:
+    """It raises nothing, there or here: the block is that of the task that entered it, and of
+    those begun inside.
+    """
+
+    async def main() -> None:
+        fleet = fleet_of()
+        inside: list[bool] = []
+
+        async def call() -> None:
+            await fleet.servers["s0"].generate(prompt_ids=R0.prompt_ids, max_tokens=1)
+            inside.append(seen(fleet, Call)[-1].internal)
+
+        async def leave() -> None:
+            block.__exit__(None, None, None)
+            await call()
+
+        async def enter() -> None:
+            block.__enter__()
+            await asyncio.create_task(call())
+            await asyncio.create_task(leave())
+            await call()
+
+        block = fleet.internal()
+        await asyncio.create_task(enter())
+        block.__exit__(None, None, None)
+        await call()
+        assert [True, False, True, False] == inside
+
+    on_clock(main)
+
+
+def test_internal_blocks_nest_and_may_be_entered_again() -> None:
+    """Calls are internal until the outermost block is left, also with ``async with``."""
+
+    async def main() -> None:
+        fleet = fleet_of()
+        block = fleet.internal()
+        inside: list[bool] = []
+
+        async def call() -> None:
+            await fleet.servers["s0"].generate(prompt_ids=R0.prompt_ids, max_tokens=1)
+            inside.append(seen(fleet, Call)[-1].internal)
+
+        for _ in range(2):
+            async with block:
+                with block, fleet.internal():
+                    await call()
+                await call()
+            await call()
+        assert [True, True, False] * 2 == inside
+
+    on_clock(main)
+
+
+def test_an_internal_block_that_is_never_left_is_that_of_its_fleet() -> None:
+    """The next case has a fleet of its own, whose calls it does not make internal."""
+
+    async def main() -> None:
+        forgotten, fleet = fleet_of(), fleet_of()
+        forgotten.internal().__enter__()
+        for each in (forgotten, fleet):
+            await each.servers["s0"].generate(prompt_ids=R0.prompt_ids, max_tokens=1)
+        assert [True] == [call.internal for call in seen(forgotten, Call)]
+        assert [False] == [call.internal for call in seen(fleet, Call)]
+
+    on_clock(main)
+
+
 @pytest.mark.parametrize(
     ("sampling", "count"),
     [

@@ -153,6 +153,20 @@ class _Judges(_Unnamed):
         return rollout
 
 
+class _LeavesElsewhere(_WarmsUp):
+    """Its health check is a block that it entered in another task."""
+
+    async def check(self) -> None:
+        block = self.fleet.internal()
+
+        async def enter() -> None:
+            block.__enter__()
+            await super(_LeavesElsewhere, self).check()
+
+        await asyncio.create_task(enter())
+        block.__exit__(None, None, None)
+
+
 class _Hedges(_Unnamed):
     """Calls twice; the loser is cancelled in the very instant in which the winner's reply comes."""
 
@@ -197,6 +211,7 @@ CORRECT: dict[str, SubjectFactory] = {
     "dispatcher": _Dispatcher,
     "health checks": _WarmsUp,
     "judge": _Judges,
+    "leaves a block elsewhere": _LeavesElsewhere,
     "hedges": _Hedges,
     "another server": _OtherServer,
     "unnamed": _Unnamed,
@@ -322,6 +337,14 @@ class _Hidden(_Unnamed):
             return await super().call(server_id, sample, sent, budget)
 
 
+class _NeverLeaves(_Unnamed):
+    """Enters a block of internal calls before its own calls and never leaves it."""
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        self.fleet.internal().__enter__()
+        return await super().rollout(request)
+
+
 class _JudgesUndeclared(_Judges):
     """The same judge, in calls that continue the request."""
 
@@ -351,6 +374,7 @@ FAULTY: dict[str, tuple[SubjectFactory, str]] = {
     "doubled": (_Doubled, "stitch.tokens"),
     "keeps a health check": (_KeepsCheck, "stitch.tokens"),
     "hidden": (_Hidden, "stitch.sampled-by-engine"),
+    "never leaves a block": (_NeverLeaves, "stitch.sampled-by-engine"),
     "judge undeclared": (_JudgesUndeclared, "stitch.resume-prompt"),
     "loses a token": (_LosesToken, "stitch.tokens"),
 }

@@ -527,6 +527,38 @@ class TestSampledByEngine:
         )
         assert finding.hint.startswith("Each sample of a prompt (n > 1) needs a draw of its own")
 
+    def test_a_sample_of_internal_calls_is_found(self) -> None:
+        """The finding says that the calls that brought it were made inside fleet.internal()."""
+        finding = finds(self.ID, self._hidden((11, 12, 13)))
+        assert finding.title == (
+            "A sample of 3 tokens came from no engine call of its request: its calls were made"
+            " inside fleet.internal()"
+        )
+        assert "a sample of internal calls" == finding.kind
+        assert "[11, 12, 13]; 2 calls inside fleet.internal() brought these tokens" == (
+            finding.observed
+        )
+        assert finding.hint.startswith("A call inside fleet.internal() belongs to no request.")
+
+    @pytest.mark.parametrize("tokens", [(7, 8, 9), (11, 12, 14), (11, 12, 13, 14)])
+    def test_internal_calls_are_not_blamed_for_other_tokens(self, tokens: tuple[int, ...]) -> None:
+        """A health check with the prompt of the request says nothing of a sample that it did not
+        bring.
+        """
+        finding = finds(self.ID, self._hidden(tokens))
+        assert "a sample that no engine sampled" == finding.kind
+        assert "internal" not in f"{finding.title} {finding.observed} {finding.hint}"
+
+    @staticmethod
+    def _hidden(tokens: tuple[int, ...]) -> TraceScript:
+        """A request with two internal calls, that brought 11, 12 and 13, with another sample."""
+        internal = {"request_id": "", "internal": True}
+        return script_rollout(
+            ScriptedCall(tokens=(11, 12), call=internal),
+            ScriptedCall(tokens=(13,), reason="length", call=internal),
+            sample={"response": tokens, "logprobs": (-1.0,) * len(tokens)},
+        )
+
     def test_a_recording_is_not_judged(self) -> None:
         """It may have missed the call."""
         story = self._second((7, 8, 9), driven=False)
