@@ -453,11 +453,14 @@ class AsSampled:
     def with_filler(self, sample: PartialSample) -> IntArray | None:
         """Return the captured rows, and filler, if there is one, for those that no reply brought.
 
-        A reply without routes leaves nothing behind if a later one brings all rows.
+        A reply without routes leaves nothing behind if a later one brings all rows. ``None`` too if
+        the filler is the row before, and there is none.
         """
         rows, filler = sample.rows, self.chosen.filler
         if filler is Filler.NONE or not sample.response:
             return rows
+        if filler is Filler.PREVIOUS and (rows is None or not len(rows)):
+            return None
         if rows is None:
             layers = (
                 self.fleet.case.model.num_layers

@@ -13,7 +13,8 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any, Self
 
-from rollproof.core.engine_contract import EngineTerms
+from rollproof.core.engine_contract import LARGEST_TOKEN, EngineTerms
+from rollproof.core.error_text import show
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.replay_contract import ReplayTerms
 from rollproof.errors import ContractError
@@ -290,6 +291,28 @@ class Contract:
         return self.rows is not Rows.NONE
 
     @property
+    def may_lack_logprobs(self) -> bool:
+        """Whether a reply may come without the logprobs that its call requested: the contract says
+        how the sample marks its tokens.
+        """
+        return (
+            self.reply_gaps
+            and self.logprobs is not Logprobs.NONE
+            and self.missing_logprobs is not MissingLogprobs.NEVER
+        )
+
+    @property
+    def may_lack_routes(self) -> bool:
+        """Whether a reply may come without the routes that its call requested: the contract says
+        what the sample holds in their place.
+        """
+        return (
+            self.reply_gaps
+            and self.has_routes
+            and (self.filler is not Filler.NONE or self.rows is Rows.CAPTURED_PREFIX)
+        )
+
+    @property
     def route_layers(self) -> int:
         """Length of the layer axis of ``routes``. Raises ``ContractError`` where the subject
         returns none.
@@ -349,9 +372,13 @@ class Contract:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown or missing keys."""
+        """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown or missing keys, and for
+        what is no mapping.
+        """
+        if not isinstance(data, Mapping):
+            raise ContractError(f"A contract must be a mapping of its fields, not {show(data)}.")
         valid = {field.name for field in fields(cls)}
-        unknown = sorted(set(data) - valid)
+        unknown = sorted(str(name) for name in set(data) - valid)
         if unknown:
             raise ContractError(
                 f"Unknown contract fields {unknown}; valid fields are {sorted(valid)}."
@@ -412,8 +439,13 @@ class Contract:
             problems.append(
                 f"limits={limits!r} must be a RolloutLimits or a mapping of its fields."
             )
-        if self.pad_id is not None and not _is_int(self.pad_id, 0):
-            problems.append(f"pad_id={self.pad_id!r} must be a token id, or None.")
+        if self.pad_id is not None and not (
+            _is_int(self.pad_id, 0) and self.pad_id <= LARGEST_TOKEN
+        ):
+            problems.append(
+                f"pad_id={show(self.pad_id)} must be a token id, or None: a whole number from 0 to"
+                f" {LARGEST_TOKEN:,}."
+            )
         return problems
 
     def _missing(self) -> list[str]:
@@ -460,6 +492,24 @@ class Contract:
         if self.answer_template and not self.multi_turn:
             problems.append(
                 "answer_template contradicts multi_turn=False: the environment never answers."
+            )
+        if not self.multi_turn and self.limits is not None:
+            problems += [
+                f"limits.{name}={value!r} contradicts multi_turn=False: the environment never"
+                " answers, and a rollout is one turn."
+                for name, value, single in (
+                    ("turns", self.limits.turns, 1),
+                    ("answer", self.limits.answer, None),
+                    ("answers_cut_turns", self.limits.answers_cut_turns, False),
+                )
+                # a single turn is what such a stack may well call its limit
+                if value not in (None, single)
+            ]
+        if self.reply_gaps and not (self.may_lack_logprobs or self.may_lack_routes):
+            problems.append(
+                "reply_gaps=True contradicts the rest: nothing says what a sample holds in place of"
+                " what a reply lacks. Declare missing_logprobs ('nan' or 'masked') for logprobs, a"
+                " filler for rows, or reply_gaps=False."
             )
         if not self.has_routes:
             declared = [name for name in _ROUTE_FIELDS if getattr(self, name) is not None]

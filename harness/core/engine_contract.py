@@ -11,9 +11,11 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from rollproof.core.error_text import show
 from rollproof.errors import ContractError
 
 __all__ = [
+    "LARGEST_TOKEN",
     "EngineTerms",
     "PauseMode",
     "PausedCalls",
@@ -24,6 +26,9 @@ __all__ = [
     "StopShown",
     "StreamMode",
 ]
+
+LARGEST_TOKEN = (1 << 31) - 1
+"""Token ids are 32-bit."""
 
 
 class PauseMode(StrEnum):
@@ -210,29 +215,28 @@ class EngineTerms:
     repetition_over_prompt: bool = True
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.max_length, bool)
-            or not isinstance(self.max_length, int)
-            or self.max_length < 2
-        ):
-            raise ContractError(
-                f"max_length={self.max_length!r} must be a whole number of tokens, at least 2."
-            )
-        object.__setattr__(self, "end_tokens", tuple(self.end_tokens))
-        problems = [
-            f"{name}={value!r} must be a whole number of tokens, at least {least}."
-            for name, value, least in (
-                ("prompt_margin", self.prompt_margin, 1),
-                ("spare_positions", self.spare_positions, 0),
-                *(("end_tokens", token, 0) for token in self.end_tokens),
-            )
-            if value is not None
-            and (isinstance(value, bool) or not isinstance(value, int) or value < least)
+        problems = [*self._sizes(), *self._flags(), *self._tokens()]
+        problems += [
+            f"{name} holds {show(value)}; choose among {[str(member) for member in kind]}."
+            for name, kind in _TUPLES.items()
+            if not isinstance(value := getattr(self, name), tuple | list)
         ]
+        if problems:
+            raise ContractError(" ".join(problems))
+        object.__setattr__(self, "end_tokens", tuple(self.end_tokens))
         if self.end_token is not None and not self.end_tokens:
             problems.append("end_token needs end_tokens: the ids of the model's own end tokens.")
         if self.stop_string is not None and self.token_text is None:
             problems.append("stop_string needs token_text: stop strings are made of it.")
+        # Otherwise no call can be made at all.
+        problems += [
+            f"{name}={value} leaves no token of max_length={self.max_length}."
+            for name, value in (
+                ("prompt_margin", self.prompt_margin),
+                ("spare_positions", self.spare_positions or 0),
+            )
+            if value >= self.max_length
+        ]
         if problems:
             raise ContractError(" ".join(problems))
         # contracts come from JSON and TOML, too: plain strings become members
@@ -251,6 +255,50 @@ class EngineTerms:
                 f"recomputing names {sorted(unknown)}, which are not pause modes of the engine:"
                 f" {list(self.pause_modes)}."
             )
+
+    def _sizes(self) -> list[str]:
+        return [
+            f"{name}={show(value)} must be a whole number of tokens, at least {least}."
+            for name, least, optional in (
+                ("max_length", 2, False),
+                ("prompt_margin", 1, False),
+                ("spare_positions", 0, True),
+            )
+            if not _is_int(value := getattr(self, name), least)
+            and (value is not None or not optional)
+        ]
+
+    def _flags(self) -> list[str]:
+        problems = [
+            f"{name} must be a bool, not {show(value)}."
+            for name in _FLAGS
+            if not isinstance(value := getattr(self, name), bool)
+        ]
+        # a caller without a type checker may have passed anything
+        penalised: object = self.penalised_logprobs
+        if not isinstance(penalised, bool | None):
+            problems.append(f"penalised_logprobs must be a bool or None, not {show(penalised)}.")
+        return problems
+
+    def _tokens(self) -> list[str]:
+        problems = []
+        tokens: object = self.end_tokens
+        if not isinstance(tokens, tuple | list):
+            problems.append(f"end_tokens must be a tuple of token ids, not {show(tokens)}.")
+        else:
+            problems += [
+                f"end_tokens={show(token)} must be a token id: a whole number from 0 to"
+                f" {LARGEST_TOKEN:,}."
+                for token in tokens
+                if not _is_int(token, 0) or token > LARGEST_TOKEN
+            ]
+        text: object = self.token_text
+        if text is not None and not (isinstance(text, str) and _tells_tokens_apart(text)):
+            problems.append(
+                f"token_text={show(text)} must be a format of one token id, such as 't{{:03d}} ',"
+                " in which different ids give different texts."
+            )
+        return problems
 
     @property
     def longest_prompt(self) -> int:
@@ -274,12 +322,25 @@ class EngineTerms:
         }
 
 
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _tells_tokens_apart(text: str) -> bool:
+    """Return whether ``text`` formats one token id, and others differently."""
+    try:
+        return len({text.format(token) for token in _TOKENS}) == len(_TOKENS)
+    # whatever a format may do with a number
+    except (LookupError, ValueError, TypeError, AttributeError, OverflowError):
+        return False
+
+
 def _member(kind: type[StrEnum], name: str, value: Any) -> StrEnum:
     try:
         return kind(value)
     except ValueError:
         raise ContractError(
-            f"{name} holds {value!r}; choose among {[str(member) for member in kind]}."
+            f"{name} holds {show(value)}; choose among {[str(member) for member in kind]}."
         ) from None
 
 
@@ -306,3 +367,12 @@ _OPTIONAL: dict[str, type[StrEnum]] = {
     "stop_token": StopShown,
     "stop_string": StopShown,
 }
+_FLAGS = (
+    "routes_start",
+    "abort_by_prefix",
+    "samples",
+    "seeded",
+    "aborts",
+    "repetition_over_prompt",
+)
+_TOKENS = (0, 1, 2, 10, 100, 1000)

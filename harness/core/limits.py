@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
+from rollproof.core.error_text import show
 from rollproof.errors import ContractError
 
 __all__ = ["AnswerCut", "RolloutLimits"]
@@ -33,7 +34,8 @@ class RolloutLimits:
     """Limits of a stack's rollouts, in tokens unless they say otherwise; ``None``: no such limit.
 
     Declare only what the stack itself is configured with. Raises ``ContractError`` for a limit
-    that is not a whole number of at least 1 (``length`` and ``context``: 2).
+    that is not a whole number of at least 1 (``length`` and ``context``: 2), or that no rollout can
+    reach: a stack's "unlimited" is ``None``.
 
     Attributes:
         response: Tokens of a response, those of the environment included.
@@ -61,21 +63,26 @@ class RolloutLimits:
         problems = []
         for name in _SIZES:
             value, least = getattr(self, name), 2 if name in ("length", "context") else 1
-            if value is not None and not (
-                isinstance(value, int) and not isinstance(value, bool) and value >= least
-            ):
-                problems.append(f"{name}={value!r} must be a whole number of at least {least}.")
+            if value is None:
+                continue
+            if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+                problems.append(f"{name}={show(value)} must be a whole number of at least {least}.")
+            elif value > _MOST:
+                problems.append(
+                    f"{name}={show(value)} is more than any rollout reaches; the most is {_MOST:,}."
+                    f" Leave {name} out if the stack has no such limit."
+                )
         # a caller without a type checker may have passed anything
         answers: object = self.answers_cut_turns
         if not isinstance(answers, bool):
-            problems.append(f"answers_cut_turns={answers!r} must be a bool.")
+            problems.append(f"answers_cut_turns={show(answers)} must be a bool.")
         elif answers and self.turn_tokens is None:
             problems.append("answers_cut_turns=True needs turn_tokens, where turns are cut.")
         try:
             object.__setattr__(self, "answer_keeps", AnswerCut(self.answer_keeps))
         except ValueError:
             problems.append(
-                f"answer_keeps={self.answer_keeps!r} is not valid; choose one of"
+                f"answer_keeps={show(self.answer_keeps)} is not valid; choose one of"
                 f" {[str(member) for member in AnswerCut]}."
             )
         if problems:
@@ -102,7 +109,11 @@ class RolloutLimits:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown keys."""
+        """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown keys, and for what is no
+        mapping.
+        """
+        if not isinstance(data, Mapping):
+            raise ContractError(f"Limits must be a mapping of their fields, not {show(data)}.")
         valid = [field.name for field in fields(cls)]
         unknown = sorted(str(name) for name in set(data) - set(valid))
         if unknown:
@@ -111,3 +122,4 @@ class RolloutLimits:
 
 
 _SIZES = ("response", "length", "context", "turns", "turn_tokens", "answer")
+_MOST = (1 << 31) - 1

@@ -98,6 +98,58 @@ def test_from_dict_refuses_other_data(data: dict[str, Any]) -> None:
         Contract.from_dict(data)
 
 
+@pytest.mark.parametrize("data", [None, 3, "rows", ["rows"]])
+def test_only_a_mapping_is_read_as_a_contract(data: Any) -> None:
+    """Anything else in a file is named, in our own words."""
+    with pytest.raises(ContractError, match="A contract must be a mapping of its fields, not"):
+        Contract.from_dict(data)
+
+
+def test_keys_of_a_file_may_be_anything() -> None:
+    """Unknown keys that cannot be ordered are named all the same."""
+    with pytest.raises(ContractError, match=r"Unknown contract fields \['1', 'None', 'colour'\]"):
+        Contract.from_dict({"colour": 1, 1: 2, None: 3})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"filler": "none"},
+        {"filler": "none", "missing_logprobs": "nan", "logprobs": "none"},
+        {"rows": "none"},
+        {"rows": "none", "missing_logprobs": "masked", "logprobs": "none"},
+    ],
+    ids=str,
+)
+def test_gaps_need_something_in_their_place(changes: dict[str, Any]) -> None:
+    """A stack that takes replies with gaps says what a sample holds there, of logprobs or rows."""
+    with pytest.raises(
+        ContractError, match="reply_gaps=True contradicts the rest: nothing says what a sample"
+    ):
+        contract(reply_gaps=True, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"filler": "none", "missing_logprobs": "nan"}, (True, False)),
+        ({"filler": "zeros"}, (False, True)),
+        ({"filler": "none", "rows": "captured-prefix"}, (False, True)),
+        ({"rows": "none", "missing_logprobs": "masked"}, (True, False)),
+        ({"filler": "arange", "missing_logprobs": "nan"}, (True, True)),
+    ],
+    ids=str,
+)
+def test_the_declared_parts_may_be_absent(
+    changes: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    """Only what the contract gives something for may be absent, and only with ``reply_gaps``."""
+    made = contract(reply_gaps=True, **changes)
+    assert expected == (made.may_lack_logprobs, made.may_lack_routes)
+    without = contract(**changes)
+    assert (False, False) == (without.may_lack_logprobs, without.may_lack_routes)
+
+
 def test_columns_of_the_layer_axis() -> None:
     """Under ``all`` a column is a layer, under ``moe`` the n-th MoE layer."""
     dense_first = contract(num_layers=4, moe_layers=(1, 3))

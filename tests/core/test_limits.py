@@ -17,10 +17,10 @@ from tests.support.trace_builder import contract
 def test_limits_survive_json() -> None:
     """A contract with limits comes back from its JSON form, and takes a mapping for them."""
     limits = RolloutLimits(response=8, length=20, turns=3, answer=4, answer_keeps="both")  # type: ignore[arg-type]
-    made = contract(limits=limits, pad_id=3)
+    made = contract(multi_turn=True, limits=limits, pad_id=3)
 
     assert made == Contract.from_dict(json.loads(json.dumps(made.to_dict())))
-    assert limits == contract(limits=limits.to_dict()).limits
+    assert limits == contract(multi_turn=True, limits=limits.to_dict()).limits
 
 
 def test_a_contract_written_before_limits_existed_has_none() -> None:
@@ -46,6 +46,14 @@ def test_a_contract_written_before_limits_existed_has_none() -> None:
         ),
         ({"answers_cut_turns": True}, "answers_cut_turns=True needs turn_tokens"),
         ({"answers_cut_turns": 1}, "answers_cut_turns=1 must be a bool"),
+        (
+            {"turns": 2**63 - 1},
+            (
+                "turns=9223372036854775807 is more than any rollout reaches; the most is"
+                " 2,147,483,647. Leave turns out if the stack has no such limit"
+            ),
+        ),
+        ({"response": 10**5000}, "response=a whole number of 16610 bits is more than any rollout"),
     ],
 )
 def test_wrong_limits_are_refused(changes: dict[str, Any], problem: str) -> None:
@@ -62,8 +70,36 @@ def test_what_is_no_limits_is_refused() -> None:
         contract(limits=8)
     with pytest.raises(ContractError, match=r"Unknown limits \['max_tokens'\]; the limits are"):
         contract(limits={"max_tokens": 8})
-    with pytest.raises(ContractError, match="pad_id=-1 must be a token id, or None"):
-        contract(pad_id=-1)
+    for pad_id, shown in ((-1, "-1"), (1 << 31, "2147483648"), (True, "True"), ("0", "'0'")):
+        with pytest.raises(
+            ContractError,
+            match=f"pad_id={shown} must be a token id, or None: a whole number from 0 to 2,147",
+        ):
+            contract(pad_id=pad_id)
+    assert (1 << 31) - 1 == contract(pad_id=(1 << 31) - 1).pad_id
+
+
+@pytest.mark.parametrize("data", [None, 3, "turns", ["turns"]])
+def test_only_a_mapping_is_read_as_limits(data: Any) -> None:
+    """Anything else in a file is named, in our own words."""
+    with pytest.raises(ContractError, match="Limits must be a mapping of their fields, not"):
+        RolloutLimits.from_dict(data)
+
+
+def test_limits_of_turns_need_turns() -> None:
+    """A single-turn stack has no answers and no second turn; to limit it to one turn is true."""
+    for limits, field in (
+        ({"turns": 2}, "turns=2"),
+        ({"answer": 4}, "answer=4"),
+        ({"turn_tokens": 4, "answers_cut_turns": True}, "answers_cut_turns=True"),
+    ):
+        with pytest.raises(ContractError, match=f"limits.{field} contradicts multi_turn=False"):
+            contract(limits=limits)
+        assert contract(multi_turn=True, limits=limits).multi_turn
+
+    assert RolloutLimits(turns=1) == contract(limits={"turns": 1}).limits
+    # both are true of a stack with a short context: the response ends at the tighter one
+    assert 3 == getattr(contract(limits={"response": 5, "length": 3}).limits, "total", None)
 
 
 @pytest.mark.parametrize(

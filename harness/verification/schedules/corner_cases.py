@@ -13,14 +13,14 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
-from rollproof.core.contract import Contract, Filler, Logprobs, MissingLogprobs, ResumeBy, Rows
-from rollproof.core.engine_contract import PauseMode
+from rollproof.core.contract import Contract, Filler, Logprobs, ResumeBy
+from rollproof.core.engine_contract import LARGEST_TOKEN, PauseMode
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import Request, Scalar
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.verification.schedules.exhaustive import modes_for
 
-__all__ = ["corner_families", "may_drop_logprobs", "may_drop_routes", "within_limits"]
+__all__ = ["corner_families", "vocab_with", "within_limits"]
 
 _PROMPT = (11, 12)
 _ANSWERS = ((201, 202), (203,))
@@ -43,6 +43,12 @@ and stop strings: a stack may give each call a seed of its own, or stop by itsel
 """
 _LONG_RUN = 4096
 """The most tokens that a case samples to meet a limit: about a quarter of a second."""
+_MANY_TURNS = 512
+"""The most turns of a case that meets a limit: each call sends everything before it."""
+_LONG_TEXT = 1 << 18
+"""The most tokens of a prompt, or of the environment, with which a case meets a limit: some tenths
+of a second. Limits above it are kept, and no case reaches them.
+"""
 _SMALL = 64
 """Limits up to this many tokens are also met after an abort."""
 
@@ -175,22 +181,9 @@ def within_limits(case: Case, contract: Contract) -> Case | None:
     return replace(case, requests=tuple(requests), engine=engine)
 
 
-def may_drop_logprobs(contract: Contract) -> bool:
-    """Whether a reply may come without logprobs: the contract says what becomes of its tokens."""
-    return (
-        contract.reply_gaps
-        and contract.logprobs is not Logprobs.NONE
-        and contract.missing_logprobs is not MissingLogprobs.NEVER
-    )
-
-
-def may_drop_routes(contract: Contract) -> bool:
-    """Whether a reply may come without routes: the contract says what becomes of its rows."""
-    return (
-        contract.reply_gaps
-        and contract.has_routes
-        and (contract.filler is not Filler.NONE or contract.rows is Rows.CAPTURED_PREFIX)
-    )
+def vocab_with(model: Model, end: int) -> int:
+    """Return the size of a vocabulary with the end token ``end`` and many others."""
+    return max(model.vocab, min(end + 512, LARGEST_TOKEN + 1))
 
 
 def _act(kind: ActionKind, tokens: int, request: str = "r0", **fields: Any) -> Action:
@@ -232,7 +225,7 @@ def _wide_logprobs(corner: _Corner) -> Iterator[Case]:
 def _end_token_inside(corner: _Corner) -> Iterator[Case]:
     """Let the end-of-sequence token, which is the padding token too, occur inside a sample."""
     end = corner.contract.pad_id or 0
-    model = replace(corner.model, eos_id=end, eos_every=2, vocab=max(corner.model.vocab, end + 512))
+    model = replace(corner.model, eos_id=end, eos_every=2, vocab=vocab_with(corner.model, end))
     for prompt in ((11, end, 12), (end, 11), (11, end)):
         seed = corner.seed_where(
             model, lambda tokens, _: end in tokens and len(tokens) in (2, 3), prompt
@@ -354,17 +347,23 @@ def _preempted_aborts(corner: _Corner) -> Iterator[Case]:
 def _gaps(corner: _Corner) -> Iterator[Case]:
     """Replies without routes or without logprobs: the only one, one in the middle, the last."""
     kinds = []
-    if may_drop_logprobs(corner.contract):
+    if corner.contract.may_lack_logprobs:
         kinds.append(ActionKind.DROP_LOGPROBS)
-    if may_drop_routes(corner.contract):
+    if corner.contract.may_lack_routes:
         kinds.append(ActionKind.DROP_ROUTES)
     for kind in kinds:
-        yield corner.case(_act(kind, 1))
+        # "the row before" says nothing of the first row: a later reply has to bring all of them
+        needs_later = kind is ActionKind.DROP_ROUTES and corner.contract.filler is Filler.PREVIOUS
+        if needs_later and corner.budget < 4:
+            continue
+        if not needs_later:
+            yield corner.case(_act(kind, 1))
         if not corner.aborts_end and corner.budget >= 3:
             yield corner.case(_act(kind, 1), _act(ActionKind.ABORT, 2), _act(ActionKind.ABORT, 3))
+        if not corner.aborts_end and corner.budget >= 3 and not needs_later:
             yield corner.case(_act(ActionKind.ABORT, 1), _act(kind, 2))
             yield corner.case(_act(kind, 1), _act(ActionKind.SYNC, 2))
-        if corner.contract.multi_turn:
+        if corner.contract.multi_turn and not (needs_later and corner.limits.turns == 1):
             model = replace(corner.model, eos_every=1)
             yield corner.case(_act(kind, 0), budget=12, turns=_ANSWERS, model=model)
 
@@ -418,6 +417,8 @@ def _response_limit(corner: _Corner) -> Iterator[Case]:
         yield corner.case(requests=(request,))
         if response <= _SMALL:
             yield corner.case(_act(ActionKind.ABORT, response // 2), requests=(request,))
+    if response > _LONG_TEXT:
+        return
     # every turn is one token, and the answers bring the last turn to the limit
     model = replace(corner.model, eos_every=1)
     for size in _around(response):
@@ -442,7 +443,7 @@ def _answers(corner: _Corner, size: int) -> tuple[tuple[int, ...], ...]:
 
 def _total_limit(corner: _Corner) -> Iterator[Case]:
     limits, total = corner.limits, corner.limits.total
-    if total is None:
+    if total is None or total > _LONG_TEXT:
         return
     room = max(1, min(3, total - 1, limits.response or 3, limits.turn_tokens or 3))
     prompt = _tokens(total - room)
@@ -465,7 +466,7 @@ def _turn_limit(corner: _Corner) -> Iterator[Case]:
         return
     model = replace(corner.model, eos_every=1)
     for count in (turns - 1, turns, turns + 1):
-        if 0 < count <= _LONG_RUN:
+        if 0 < count <= _MANY_TURNS:
             answers = ((203,),) * (count - 1)
             yield corner.case(budget=2 * count + 4, turns=answers, model=model)
     if 1 < turns <= _SMALL:
@@ -488,7 +489,7 @@ def _turn_tokens_limit(corner: _Corner) -> Iterator[Case]:
 
 def _answer_limit(corner: _Corner) -> Iterator[Case]:
     answer = corner.limits.answer
-    if answer is None or not corner.contract.multi_turn:
+    if answer is None or answer > _LONG_TEXT or not corner.contract.multi_turn:
         return
     model = replace(corner.model, eos_every=1)
     for size in (*_around(answer), 2 * answer + 1):

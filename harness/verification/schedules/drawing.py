@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
-from rollproof.core.contract import Contract
+from rollproof.core.contract import Contract, Filler
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Scalar
 from rollproof.errors import UsageError
-from rollproof.verification.schedules.corner_cases import may_drop_logprobs, may_drop_routes
+from rollproof.verification.schedules.corner_cases import vocab_with
 from rollproof.verification.schedules.exhaustive import modes_for
 
 __all__ = [
@@ -212,7 +212,7 @@ def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
         end = contract.pad_id or 0
         inside = case.requests[0].prompt_ids
         model = replace(
-            model, eos_id=end, vocab=max(model.vocab, end + 512), eos_every=model.eos_every or 4
+            model, eos_id=end, vocab=vocab_with(model, end), eos_every=model.eos_every or 4
         )
         # in the first prompt, and in those that share it
         case = replace(
@@ -236,9 +236,10 @@ def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
 def is_allowed(kind: ActionKind, contract: Contract) -> bool:
     """Whether the contract allows an action of a rare kind."""
     if kind is ActionKind.DROP_ROUTES:
-        return may_drop_routes(contract)
+        # nothing precedes the first row, and a drawn reply may be the only one
+        return contract.may_lack_routes and contract.filler is not Filler.PREVIOUS
     if kind is ActionKind.DROP_LOGPROBS:
-        return may_drop_logprobs(contract)
+        return contract.may_lack_logprobs
     # weights that a stack did not ask for may exceed the staleness that it bounds
     return kind is not ActionKind.LAG or contract.max_staleness is None
 

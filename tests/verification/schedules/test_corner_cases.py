@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import ActionKind, Case
-from rollproof.core.contract import Contract
+from rollproof.core.contract import Contract, Filler
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.limits import RolloutLimits
-from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.core.records import EngineOutput, FinishReason, IntArray, Request, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.fakes.clients.reference_clients import (
     AsSampled,
@@ -32,6 +32,7 @@ from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import (
     Scope,
     corner_families,
+    random_cases,
     small_scope,
     within_limits,
 )
@@ -224,6 +225,68 @@ def test_limits_of_any_size_are_met(limits: dict[str, Any]) -> None:
         met.update(situations(trace.events, "rollouts", trace.header))
         assert () == judge(trace, _REGISTRY).failed, case
     assert met
+
+
+@pytest.mark.parametrize(
+    "name", ["response", "length", "context", "turns", "turn_tokens", "answer"]
+)
+def test_no_case_is_longer_than_it_may_take(name: str) -> None:
+    """A limit that no case can reach in reasonable time makes none of its size."""
+    declared = contract(multi_turn=True, limits={name: 2**31 - 1})
+    tokens = [
+        len(request.prompt_ids) + sum(map(len, request.turns)) + len(request.turns)
+        for _, cases in corner_families("vllm", declared)
+        for case in cases
+        for request in case.requests
+    ]
+    assert max(tokens) < 1000
+
+
+@pytest.mark.parametrize("pad_id", [2**31 - 1, 151_643])
+def test_any_padding_token_can_be_the_end_token(pad_id: int) -> None:
+    """Each padding token that a contract takes ends turns in a case."""
+    families = dict(corner_families("vllm", contract(pad_id=pad_id)))
+    cases = list(families["end token inside"])
+    assert {pad_id} == {case.model.eos_id for case in cases}
+    assert () == judge(run_case(AsSampled, cases[0]), _REGISTRY).failed
+    drawn = [
+        case.model.eos_id
+        for case in random_cases(0, 300, flavour="vllm", contract=contract(pad_id=pad_id))
+    ]
+    assert pad_id in drawn
+
+
+class _RepeatsRows(AsSampledTurns):
+    """Repeats the row before where a reply has none."""
+
+    options = ClientOptions(multi_turn=True, filler=Filler.PREVIOUS, reply_gaps=True)
+
+
+class _RaisesWithoutRows(_RepeatsRows):
+    """Gives up where there is no row to repeat."""
+
+    def with_filler(self, sample: PartialSample) -> IntArray | None:
+        if sample.rows is None or not len(sample.rows):
+            raise RuntimeError("the engine returned no routes")
+        return super().with_filler(sample)
+
+
+@pytest.mark.parametrize("flavour", ["vllm", "sglang", "rows-T", "vllm-gated"])
+@pytest.mark.parametrize("factory", [_RepeatsRows, _RaisesWithoutRows])
+def test_a_row_to_repeat_precedes_every_gap(factory: SubjectFactory, flavour: str) -> None:
+    """``previous`` says nothing of the first row: no reply lacks routes unless a later one brings
+    all rows, so that no correct stack is asked for what its contract does not say.
+    """
+    declared, model = _probed(factory, flavour)
+    corners = dict(corner_families(flavour, declared, model=model))["replies with gaps"]
+    drawn = random_cases(0, 400, flavour=flavour, contract=declared, model=model)
+    cases = [
+        case
+        for case in (*corners, *drawn)
+        if any(action.do is ActionKind.DROP_ROUTES for action in case.actions)
+    ]
+    assert cases
+    assert [] == [case for case in cases if judge(run_case(factory, case), _REGISTRY).failed]
 
 
 # Faults that show in one family alone
