@@ -67,6 +67,7 @@ _FLEET = (
     "kv_policy",
     "ray_handles",
     "sync",
+    "internal",
     "next_version",
     "weights_of",
     "gauges",
@@ -134,9 +135,17 @@ def api_page() -> Iterator[str]:
     yield from _class(
         rollproof.Fleet,
         _FLEET,
-        "`fleet.servers` maps ids to `FakeEngine`; `fleet.case` is the `Case` that runs.",
+        "`fleet.servers` maps ids to `FakeEngine`; `fleet.case` is the `Case` that runs;"
+        " `fleet.recorder.record(event)` adds an event to the trace, such as the `Observation` of a"
+        " tool's answer; `fleet.policy` is the coded policy, with its `eos_id`.",
     )
-    yield from _class(rollproof.FakeEngine, _ENGINE)
+    yield from _class(
+        rollproof.FakeEngine,
+        _ENGINE,
+        "`server.alive` says whether it runs, `server.in_flight` lists its calls. A handle of"
+        " `fleet.ray_handles()` has the same methods: `handle.generate.remote(...)` returns a"
+        " future.",
+    )
     yield (
         "\n### What they raise\n\nOf `rollproof.fakes.engine.exceptions`; each is below the builtin"
         " that a real client raises.\n"
