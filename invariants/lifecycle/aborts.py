@@ -22,6 +22,7 @@ from rollproof.core.events.rollout import (
 )
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Header
+from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.event_check import (
     EndAwareCheck,
     EventCheck,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
-    "ends_with_eos",
     "lifecycle_abort_ends_call",
     "lifecycle_abort_hits_target",
     "lifecycle_abort_keeps_tokens",
@@ -604,16 +604,6 @@ def _budget_used(view: RequestView, last: Attempt) -> bool:
         budget is not None
         and sampled + sum(len(item.token_ids) for item in view.observations) >= budget
     )
-
-
-def ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
-    """Return whether an abort hit the end-of-sequence token: ending and resuming are both
-    defensible then.
-    """
-    coding = view.header.coding if view.header is not None else None
-    if not coding or coding.get("eos_every") is None or attempt.consumed is None:
-        return False
-    return attempt.consumed.output.token_ids[-1:] == (coding.get("eos_id", 0),)
 
 
 def _next_in_turn(view: RequestView, aborted: Attempt) -> Attempt | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.delivery import existing_delivery, reliable_delivery
+from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.phrases import count, share
-from rollproof.invariants.lifecycle.aborts import ends_with_eos
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
