@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, ResumeBy
 from rollproof.core.events.rollout import Result
+from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.delivery import (
     Delivery,
@@ -295,7 +296,29 @@ def _exhausted(view: RequestView, delivered: Delivery) -> bool:
     # A budget may be per turn or for all turns; both are checked.
     lengths = turn_lengths(view)
     longest = max(lengths[-1], sum(lengths), len(delivered.rollout.response_ids))
-    return any(longest >= bound for bound in view.request.bounds)
+    return any(longest >= bound for bound in _bounds(view))
+
+
+def _bounds(view: RequestView) -> list[int]:
+    """Return the limits of a response: the request's, and those that the contract declares."""
+    limits = view.contract.limits or RolloutLimits()
+    total = None if limits.total is None else limits.total - len(view.request.prompt_ids)
+    declared = [bound for bound in (limits.response, total) if bound is not None]
+    return [*view.request.bounds, *declared]
+
+
+def _ended_by_limit(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether a limit ended the conversation after a natural end of a turn: that of turns,
+    or one that the next words of the environment would have reached.
+    """
+    limits, answered = view.contract.limits or RolloutLimits(), len(delivered.reference.answers)
+    if limits.turns is not None and answered + 1 >= limits.turns:
+        return True
+    if answered >= len(view.request.turns):
+        return False
+    words = limits.cut_answer(view.request.turns[answered])
+    used = len(delivered.rollout.response_ids) + len(words)
+    return any(used >= bound for bound in _bounds(view))
 
 
 def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:
@@ -350,7 +373,10 @@ def _reason_hint(engine_reason: FinishReason | None, sample_reason: FinishReason
 
 @request_check(
     "stitch.finish-length",
-    promise="A sample that ends by length has used up its budget.",
+    promise=(
+        "A sample that ends by length has used up its budget, or ended at another limit that its"
+        " contract declares."
+    ),
     needs="a delivered sample, its engine calls and replies",
     exercised_by="ends by length",
     applies=_finish_reason_declared,
@@ -364,7 +390,12 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
         return
     out.exercised("ends by length")
     budget, reference = view.request.budget, delivered.reference
-    if not delivered.aligned or reference.last is None or _exhausted(view, delivered):
+    if (
+        not delivered.aligned
+        or reference.last is None
+        or _exhausted(view, delivered)
+        or _ended_by_limit(view, delivered)
+    ):
         return
     last = view.attempts[reference.last]
     reply = last.consumed

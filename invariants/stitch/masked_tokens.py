@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import MaskedTokens
 from rollproof.core.records import FinishReason
+from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.judging.stitching import Run, Stretch
 
 if TYPE_CHECKING:
@@ -121,10 +122,14 @@ def _places(
     elif reason is MaskedTokens.END:
         for run, start in runs:
             reply = run.reply
+            # an abort, or the budget, may come right after the end token: it ended the turn
             if (
                 reply is not None
-                and reply.output.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED)
                 and len(run.ids) == len(reply.output.token_ids) > 0
+                and (
+                    reply.output.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED)
+                    or ends_with_eos(view, view.attempts[run.attempt])
+                )
             ):
                 yield start + len(run.ids) - 1
 

@@ -19,7 +19,7 @@ from rollproof.fakes.clients.reference_clients import (
 )
 from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["CORRECT", "FAULTY"]
+__all__ = ["CORRECT", "FAULTY", "EndTokensMasked"]
 
 _MULTI_TURN = ClientOptions(multi_turn=True)
 
@@ -179,6 +179,39 @@ class EndsMasked(Turns):
             self.hide(sample, [len(sample.response) - 1])
 
 
+class EndTokensMasked(Turns):
+    """Masks out the end token of each turn by its id, also where an abort came right after it."""
+
+    terms: ClassVar[dict[str, Any]] = {"masked": ("end",)}
+
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
+        super().absorb(sample, sent, output)
+        if output.token_ids[-1:] == (self.fleet.policy.eos_id,):
+            self.hide(sample, [len(sample.response) - 1])
+
+
+class LengthAtTheLastTurn(Turns):
+    """Ends by length where its limit of turns leaves no other one, and masks such samples out."""
+
+    terms: ClassVar[dict[str, Any]] = {"limits": {"turns": 2}, "masked": ("truncated",)}
+
+    def next_turn(self, sample: PartialSample) -> bool:
+        if sample.turn < 1 or sample.turn >= len(sample.request.turns):
+            return super().next_turn(sample)
+        sample.finish = FinishReason.LENGTH
+        return False
+
+    def loss_mask(self, sample: PartialSample) -> IntArray | None:
+        mask = super().loss_mask(sample)
+        return mask if mask is None or sample.finish is FinishReason.STOP else np.zeros_like(mask)
+
+
+class LengthWithoutALimit(LengthAtTheLastTurn):
+    """Does so after the first answer, and declares no limit of turns."""
+
+    terms: ClassVar[dict[str, Any]] = {"limits": {"turns": 9}, "masked": ("truncated",)}
+
+
 class DropsCutTurns(PartialOffClient):
     """Resumes nothing: a sample with a cut turn is dropped."""
 
@@ -309,12 +342,15 @@ CORRECT = (
     OverlongMasked,
     OverlongMaskedUndeclared,
     EndsMasked,
+    EndTokensMasked,
+    LengthAtTheLastTurn,
     DropsCutTurns,
     CutTurnsMasked,
     OwnEnd,
     OneAnswer,
 )
 FAULTY = {
+    LengthWithoutALimit: "stitch.finish-length",
     FragmentsTrained: "lifecycle.cut-turns-not-answered",
     LaterTurnsMasked: "stitch.mask",
     FirstCallMasked: "stitch.mask",

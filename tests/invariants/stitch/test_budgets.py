@@ -327,6 +327,25 @@ class TestFinishLength:
         assert observed in finding.observed
         assert {self.ID} == blamed(self._story(*parts, budget=budget))
 
+    @pytest.mark.parametrize(
+        ("limits", "right"),
+        [
+            ({"response": 2}, True),
+            ({"length": 6}, False),
+            ({"turns": 1}, True),
+            ({"turns": 2}, False),
+        ],
+        ids=str,
+    )
+    def test_a_declared_limit_that_was_reached_ends_by_length(
+        self, limits: dict[str, int], right: bool
+    ) -> None:
+        """The request states no limit, the contract does: at it length is right, below it not."""
+        story = script_rollout(
+            A, budget=None, limits=limits, multi_turn=True, sample={"finish_reason": "length"}
+        )
+        assert (set() if right else {self.ID}) == blamed(story)
+
     def test_a_stop_within_a_cap_is_a_whole_answer(self) -> None:
         """The engine's stop on the last token of a grant below the budget: the finding names the
         budget, and what is lost.

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollproof.core.case import Action, ActionKind, Case, Model, Trigger
+from rollproof.core.records import EngineOutput, Request
+from rollproof.fakes.clients.reference_clients import PartialSample
+from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
+from rollproof.verification.runner import run_case
+from rollproof.verification.traces import judge
+from tests.support.conversation_stacks import EndTokensMasked
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
@@ -17,6 +24,15 @@ PARTS = (
     ScriptedCall(tokens=(14,), reason="stop"),
 )
 RIGHT = (1, 1, 0, 0, 0, 1, 1)
+
+
+class LastTokensMasked(EndTokensMasked):
+    """Masks out the last token of every reply."""
+
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
+        super().absorb(sample, sent, output)
+        if output.token_ids:
+            self.hide(sample, [len(sample.response) - 1])
 
 
 def masked(mask: tuple[Any, ...] | None) -> TraceScript:
@@ -270,6 +286,26 @@ class TestSampled:
             sampled_tokens_with_loss_mask_1=1,
             sampled_tokens_masked_out_as_declared=2,
         )
+
+    @pytest.mark.parametrize("kind", [ActionKind.ABORT, ActionKind.SYNC])
+    def test_an_abort_right_after_an_end_token_leaves_it_one(self, kind: ActionKind) -> None:
+        """The engine says abort, and the token says end: it may be masked as one, a token that is
+        no end token may not.
+        """
+        request = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=12, turns=((21,),))
+        when = Trigger(request="r0", tokens=1, race=True)
+        for every, stack, verdict in (
+            (1, EndTokensMasked, Verdict.PASS),
+            (1, LastTokensMasked, Verdict.PASS),
+            (None, LastTokensMasked, Verdict.FAIL),
+        ):
+            case = Case(
+                flavour="vllm",
+                requests=(request,),
+                actions=(Action(when=when, do=kind),),
+                model=Model(eos_every=every),
+            )
+            assert verdict == judge(run_case(stack, case), default_registry())[self.ID].verdict
 
     def test_any_mask_can_be_declared(self) -> None:
         """A stack with rules of its own has none of it judged."""
