@@ -94,6 +94,22 @@ class RolloutLimits:
         bounds = [bound for bound in (self.length, self.context) if bound is not None]
         return min(bounds) if bounds else None
 
+    @property
+    def room(self) -> int | None:
+        """The longest response, after a prompt of one token; ``None`` without a limit."""
+        total = None if self.total is None else self.total - 1
+        return min((bound for bound in (self.response, total) if bound is not None), default=None)
+
+    @property
+    def allow_answers(self) -> bool:
+        """Whether a turn, an answer and a token of the next turn have room."""
+        return self.turns != 1 and (self.room is None or self.room >= 3)
+
+    @property
+    def allow_fragments(self) -> bool:
+        """Whether a turn may have two tokens, so that an abort can leave a part of it."""
+        return self.turn_tokens != 1 and (self.room is None or self.room >= 2)
+
     def cut_answer(self, answer: tuple[int, ...]) -> tuple[int, ...]:
         """Return what is left of an answer of the environment."""
         if self.answer is None or len(answer) <= self.answer:

@@ -22,6 +22,7 @@ from rollproof.core.events.rollout import (
 )
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Header
+from rollproof.invariants._shared.declared_limits import no_fragments
 from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.event_check import (
     EndAwareCheck,
@@ -501,6 +502,10 @@ def partial_is_off(header: Header | None, contract: Contract) -> bool:
     return contract.resume is ResumeBy.NONE or case_option(header, "partial") is False
 
 
+def _no_part(contract: Contract) -> str | None:
+    return no_partial_flag(contract) or no_fragments(contract)
+
+
 @request_check(
     "lifecycle.partial-off-honoured",
     promise=(
@@ -509,7 +514,7 @@ def partial_is_off(header: Header | None, contract: Contract) -> bool:
     ),
     needs="a case with partial=False (or resume='none'), and aborted replies with tokens",
     exercised_by="samples aborted with partial rollout off",
-    applies=no_partial_flag,
+    applies=_no_part,
 )
 def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
     """Check that no aborted sample with tokens is resumed."""

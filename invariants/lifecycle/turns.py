@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import FinishReason
+from rollproof.invariants._shared.declared_limits import no_answers
 from rollproof.invariants._shared.delivery import existing_delivery, reliable_delivery
 from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.phrases import count, share
@@ -35,8 +36,8 @@ _UNFINISHED = (FinishReason.ABORT, FinishReason.ERROR)
 )
 def lifecycle_cut_turns_not_answered(view: RequestView, out: Collector) -> None:
     """Look for an answer to a turn whose last reply was an abort."""
-    if not view.contract.multi_turn:
-        out.inapplicable(NO_TURNS)
+    if reason := no_answers(view.contract):
+        out.inapplicable(reason)
     delivered = existing_delivery(view, out)
     if delivered is None:
         return

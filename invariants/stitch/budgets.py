@@ -13,6 +13,7 @@ from rollproof.core.contract import Contract, ResumeBy
 from rollproof.core.events.rollout import Result
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import FinishReason
+from rollproof.invariants._shared.declared_limits import no_larger_budgets
 from rollproof.invariants._shared.delivery import (
     Delivery,
     delivery,
@@ -577,6 +578,10 @@ class StitchBudgetUsed(EventCheck):
         )
 
 
+def _budgets_apart(contract: Contract) -> str | None:
+    return _finish_reason_declared(contract) or no_larger_budgets(contract, _MIN_RATIO)
+
+
 stitch_budget_used: Check = trace_check(
     "stitch.budget-used",
     promise="Samples that end by length do not all end one token before their budget.",
@@ -584,5 +589,5 @@ stitch_budget_used: Check = trace_check(
         "requests of budgets three times apart whose samples end by length, and their first calls"
     ),
     exercised_by="ends by length at different budgets",
-    applies=_finish_reason_declared,
+    applies=_budgets_apart,
 )(StitchBudgetUsed)

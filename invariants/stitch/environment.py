@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollproof.core.limits import AnswerCut, RolloutLimits
+from rollproof.invariants._shared.declared_limits import no_answers
 from rollproof.invariants._shared.delivery import Delivery, reliable_delivery
 from rollproof.invariants._shared.phrases import count, share, window
-from rollproof.invariants.stitch import masks
 from rollproof.invariants.stitch.token_faults import contains
 from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.stitching import Answer
@@ -41,8 +41,8 @@ _CUT = (
 )
 def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
     """Compare what the request declares, what its calls sent, and what the sample holds."""
-    if not view.contract.multi_turn:
-        out.inapplicable(masks.NO_TURNS)
+    if reason := no_answers(view.contract):
+        out.inapplicable(reason)
     delivered = reliable_delivery(view, out)
     if delivered is None:
         return

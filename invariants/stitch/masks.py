@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, MaskedTokens
+from rollproof.invariants._shared.declared_limits import no_answers
 from rollproof.invariants._shared.delivery import (
     existing_delivery,
     reliable_delivery,
@@ -19,13 +20,10 @@ if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
 __all__ = [
-    "NO_TURNS",
     "stitch_mask",
     "stitch_mask_environment",
     "stitch_mask_shape",
 ]
-
-NO_TURNS = "the contract declares no turns of the environment (multi_turn)"
 
 
 def _declared(contract: Contract) -> str | None:
@@ -99,8 +97,8 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
 )
 def stitch_mask_environment(view: RequestView, out: Collector) -> None:
     """Check the mask of every token that no policy sampled."""
-    if not view.contract.multi_turn:
-        out.inapplicable(NO_TURNS)
+    if reason := no_answers(view.contract):
+        out.inapplicable(reason)
     delivered = reliable_delivery(view, out)
     if delivered is None:
         return

@@ -454,6 +454,9 @@ def _total_limit(corner: _Corner) -> Iterator[Case]:
     yield corner.case(_act(ActionKind.ABORT, 1), requests=(unbounded,))
     yield corner.case(prompt=_tokens(total - 1), budget=2)
     model = replace(corner.model, eos_every=1)
+    if corner.contract.multi_turn and limits.allow_answers and total <= len(_PROMPT) + 3:
+        # the shortest conversation fits behind the shortest prompt only
+        yield corner.case(prompt=_PROMPT[:1], budget=3, turns=((203,),), model=model)
     for size in _around(total - len(_PROMPT)):
         answers = _answers(corner, size)
         if answers and size <= (limits.response or size):
