@@ -23,6 +23,7 @@ from rollproof.fakes.clients.reference_clients import (
     PartialSample,
 )
 from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import (
     CLEAN,
@@ -242,14 +243,30 @@ class _NoneKeepsOldLabel(FakeEngine):
 class _LabelBeforeDrain(AsSampled):
     """Publishes the label, and then lets the calls in flight end."""
 
+    def label(self, version: int | None) -> Version:
+        """Return the label of an update."""
+        return version
+
     async def update_weights(self, version: int | None) -> None:
         servers = list(self.fleet.servers.values())
         for server in servers:
-            server.relabel(version)
+            server.relabel(self.label(version))
         for server in servers:
             await server.pause(PauseMode.WAIT)
-            await server.load(self.fleet.weights_of(version), version)
+            await server.load(self.fleet.weights_of(version), self.label(version))
             await server.resume()
+
+
+class _NamedLabelBeforeDrain(_LabelBeforeDrain, AsSampledTokens):
+    """Names its weights: their label is a string, and has no order."""
+
+    def start(self, fleet: Fleet) -> None:
+        super().start(fleet)
+        for server in fleet.servers.values():
+            server.relabel(self.label(fleet.case.first_version))
+
+    def label(self, version: int | None) -> Version:
+        return None if version is None else f"step-{version}"
 
 
 class _LabelAfterResume(AsSampled):
@@ -454,6 +471,17 @@ BUGS: tuple[KnownBug, ...] = (
         make=_LabelBeforeDrain,
         cases=(SYNCED,),
         detected_by=("versions.label-with-weights", "versions.engine-tags"),
+    ),
+    KnownBug(
+        id="named-label-before-drain",
+        summary=(
+            "As label-before-drain, by a stack whose labels are names: only their loads show for"
+            " which weights they are."
+        ),
+        refs=("cf. prime-rl#1764",),
+        make=_NamedLabelBeforeDrain,
+        cases=(SYNCED,),
+        detected_by=("versions.label-with-weights",),
     ),
     KnownBug(
         id="label-after-resume",

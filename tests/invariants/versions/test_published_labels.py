@@ -168,6 +168,97 @@ def test_labels_of_the_harness_are_not_judged() -> None:
     inapplicable(ID, script.reply(call, (1, 2, 3)), "no server showed the label of an update")
 
 
+class TestOwnLabels:
+    """Labels of the stack's own: the loads of the whole trace show for which weights they are."""
+
+    def _early(self, *, first: int | str = "step-0") -> tuple[TraceScript, int]:
+        """An update publishes its label while old weights sample."""
+        script = TraceScript(versions="none")
+        script.weights(0, label=first).submit(max_tokens=8)
+        call = script.call((1, 2))
+        _asked(script).weights(0, label="step-1", loaded=False, progress={call: 1})
+        return script, call
+
+    @pytest.mark.parametrize("server", ["s0", "s1"])
+    def test_a_label_that_is_later_loaded_with_other_weights_was_early(self, server: str) -> None:
+        """By the same server, or by another one."""
+        script, call = self._early()
+        script.reply(call, (11, 12, 13)).weights(1, server, label="step-1")
+        if server == "s1":
+            script.weights(1, label="step-1")
+        finding = finds(ID, script)
+        assert (
+            "the label of an update was published before its weights were loaded" == finding.title
+        )
+        assert 'no token while s0 shows version "step-1" and has version 0' == finding.expected
+        assert finding.observed.startswith("2 tokens from event 5 to event ")
+        assert "with the load, or between the load and the resume" in finding.hint
+
+    def test_a_server_that_dies_before_the_load_was_early_if_another_one_loads_it(self) -> None:
+        """Its tokens were sampled under the label all the same."""
+        script, call = self._early()
+        script.reply(call, (11, 12, 13)).fault("death", "s0")
+        script.weights(0, "s1", label="step-0").weights(1, "s1", label="step-1")
+        assert finds(ID, script).observed.startswith("2 tokens from event 5 to the end of the")
+
+    def test_no_token_in_between_is_no_fault(self) -> None:
+        """The calls in flight are frozen."""
+        script, call = self._early()
+        inapplicable(ID, script.weights(1, label="step-1", progress={call: 1}), "or its own")
+
+    def test_a_label_that_is_never_loaded_is_not_judged(self) -> None:
+        """It may be one of the weights that the server has."""
+        script, call = self._early()
+        inapplicable(ID, script.reply(call, (11, 12, 13)), "the stack publishes none, or its own")
+
+    def test_a_label_of_several_weights_names_none(self) -> None:
+        """Such as that of an epoch."""
+        script, call = self._early()
+        script.reply(call, (11, 12, 13)).weights(1, label="step-1")
+        _asked(script, 2).weights(2, "s1", label="step-1")
+        inapplicable(ID, script, "the stack publishes none, or its own")
+
+    def test_a_label_that_is_older_than_the_update_names_none(self) -> None:
+        """Such as "latest"."""
+        script = TraceScript(versions="none")
+        script.weights(0, "s1", label="step-1").weights(0, label="step-0").submit(max_tokens=8)
+        call = script.call((1, 2))
+        _asked(script).weights(0, label="step-1", loaded=False, progress={call: 1})
+        script.reply(call, (11, 12, 13)).weights(1, label="step-1")
+        inapplicable(ID, script, "the stack publishes none, or its own")
+
+    def test_equal_weights_under_a_new_label_pass(self) -> None:
+        """The update asked for the weights that are there."""
+        script, call = self._early()
+        script.reply(call, (11, 12, 13)).weights(0, label="step-1", identity=True)
+        inapplicable(ID, script, "the stack publishes none, or its own")
+
+    def test_a_label_that_follows_its_weights_is_not_early(self) -> None:
+        """The next load leaves it in place for a moment, although its update was asked for
+        before.
+        """
+        script = TraceScript(versions="none")
+        script.weights(0, label="step-0").submit(max_tokens=8)
+        call = script.call((1, 2))
+        _asked(_asked(script), 2).weights(1, label="step-0", progress={call: 1})
+        script.weights(1, label="step-1", loaded=False, progress={call: 2})
+        script.weights(2, label="step-1", progress={call: 4})
+        script.weights(2, label="step-2", loaded=False, progress={call: 5})
+        inapplicable(ID, script, "the stack publishes none, or its own")
+
+    def test_what_the_harness_publishes_is_no_evidence(self) -> None:
+        """Neither its label nor its load."""
+        for mine in (False, True):
+            script = TraceScript(versions="none")
+            script.weights(0, label="step-0").submit(max_tokens=8)
+            call = script.call((1, 2))
+            _asked(script).weights(
+                0, label="step-1", loaded=False, progress={call: 1}, by_harness=not mine
+            )
+            script.reply(call, (11, 12, 13)).weights(1, label="step-1", by_harness=mine)
+            inapplicable(ID, script, "the stack publishes none, or its own")
+
+
 def test_engines_without_versions_are_not_judged() -> None:
     """Nobody sees their labels."""
     header = {"engine": contract(rows="none", versions="none")}
