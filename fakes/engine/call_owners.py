@@ -148,9 +148,16 @@ class CallOwners:
         fresh = [name for name in twins if name != own and name not in self.latest]
         begins_another = prompt_ids == prompt and self._ended_by_engine(own)
         owner = fresh[0] if begins_another and fresh else own
+        # so a worker with the context of the shorter one may call for the longer one
+        rivals = [name for name in live or fitting if self._begins_later(name, own)]
         return CallOwner(
-            request_id=owner, candidates=tuple(name for name in twins if name != owner)
+            request_id=owner,
+            candidates=tuple(name for name in (*twins, *rivals) if name != owner),
         )
+
+    def _begins_later(self, name: str, own: str) -> bool:
+        """Return whether the prompt of another request is longer than that of the task's."""
+        return len(self._requests[name].prompt_ids) > len(self._requests[own].prompt_ids)
 
     def _continued(
         self, prompt_ids: tuple[int, ...], fitting: list[str], own: str | None

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rollproof.core.records import FinishReason
 from rollproof.judging.races import explains, set_aside_losers, set_attempts
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
 __all__ = ["GuessedCalls"]
+
+_TO_COME = ("late-reply", "duplicate-reply")
+"""Faults of a call after which its reply is still to come."""
 
 
 class GuessedCalls:
@@ -70,9 +74,7 @@ class GuessedCalls:
         named = {candidate for call in own for candidate in call.call.candidates}
         starving = any(not twin.attempts and twin.request.request_id in named for twin in others)
         doubtful = starving or any(not call.call.request_id for call in elsewhere)
-        if (not own and not elsewhere) or (
-            view.attempts and not doubtful and (explains(view) or not own)
-        ):
+        if (not own and not elsewhere) or (view.attempts and not doubtful and explains(view)):
             return
         if not self._choose(view, [*own, *elsewhere], others) and (doubtful or not view.attempts):
             # What another request was given is certain; what is left over may be this one's.
@@ -129,6 +131,8 @@ class GuessedCalls:
             set_attempts(view, sorted([*certain, *needed], key=_moment))
             if not explains(view):
                 continue
+            # a call that nothing has ended yet is shown to be nobody's
+            chain = [call for call in chain if _ends(call)]
             # first to others: numbers are by request
             for other in others:
                 if any(call in chain for call in other.attempts):
@@ -210,11 +214,21 @@ def _shared(attempt: Attempt, sent: tuple[int, ...]) -> int:
 
 
 def _may_begin_again(chain: Sequence[Attempt], attempt: Attempt) -> bool:
-    """Return whether no call of a sequence brought tokens, and the last one had ended."""
+    """Return whether no call of a sequence brought tokens, and the last one had ended: a retry
+    sends the same prompt; after an end by the engine, the environment may have added to it.
+    """
     last = chain[-1]
-    ended = [*last.replies, *last.faults]
-    return (
-        bool(ended)
-        and min(event.index for event in ended) < attempt.call.index
-        and not any(call.consumed is not None and call.consumed.output.token_ids for call in chain)
-    )
+    ended = _ends(last)
+    if not ended or min(ended) > attempt.call.index:
+        return False
+    if any(call.consumed is not None and call.consumed.output.token_ids for call in chain):
+        return False
+    reply = last.consumed
+    aborted = reply is None or reply.output.finish_reason is FinishReason.ABORT
+    return attempt.call.prompt_ids == last.call.prompt_ids or not aborted
+
+
+def _ends(attempt: Attempt) -> list[int]:
+    """Return at which events a call ended."""
+    faults = [fault.index for fault in attempt.faults if fault.what not in _TO_COME]
+    return [*(reply.index for reply in attempt.replies), *faults]

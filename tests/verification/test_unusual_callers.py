@@ -5,6 +5,7 @@ no check unknown, and faulty ones are found.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import rollproof
 from rollproof.core.contract import Filler, Rows
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.core.subjects import SubjectFactory
@@ -206,6 +208,54 @@ class _OtherServer(_Unnamed):
         raise AssertionError("no server")
 
 
+class _GroupWorkers(_Unnamed):
+    """One task a group, begun by its first rollout, runs the rollouts of all its requests."""
+
+    def start(self, fleet: Fleet) -> None:
+        super().start(fleet)
+        self._queues: dict[str, asyncio.Queue[Any]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        loop, group = asyncio.get_running_loop(), request.group or "all"
+        if group not in self._queues:
+            self._queues[group] = asyncio.Queue()
+            self._tasks.append(loop.create_task(self._work(self._queues[group])))
+        answer: asyncio.Future[Rollout | None] = loop.create_future()
+        self._queues[group].put_nowait((answer, request))
+        return await answer
+
+    async def _work(self, queue: asyncio.Queue[Any]) -> None:
+        while True:
+            self._tasks.append(asyncio.create_task(self._serve(*await queue.get())))
+
+    async def _serve(self, answer: asyncio.Future[Rollout | None], request: Request) -> None:
+        try:
+            rollout = await _Unnamed.rollout(self, request)
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            if not answer.done():
+                answer.set_exception(error)
+        else:
+            if not answer.done():
+                answer.set_result(rollout)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+class _ChecksFirst(_GroupWorkers):
+    """Each rollout first makes a health check, declared as internal, with the request's prompt."""
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        servers = [each for each in self.fleet.servers.values() if each.alive and not each.paused]
+        async with self.fleet.internal():
+            for server in servers[:1]:
+                with contextlib.suppress(Exception):
+                    await server.generate(prompt_ids=list(request.prompt_ids), max_tokens=1)
+        return await super().rollout(request)
+
+
 CORRECT: dict[str, SubjectFactory] = {
     "workers": _Workers,
     "dispatcher": _Dispatcher,
@@ -215,6 +265,7 @@ CORRECT: dict[str, SubjectFactory] = {
     "hedges": _Hedges,
     "another server": _OtherServer,
     "unnamed": _Unnamed,
+    "group workers": _GroupWorkers,
 }
 
 
@@ -260,6 +311,15 @@ def test_a_correct_stack_is_clean_on_other_seeds(name: str, seed: int) -> None:
     assert () == judgement.failed, [
         result.findings[:2] for result in judgement.results if result.findings
     ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("factory", [_GroupWorkers, _ChecksFirst])
+def test_workers_of_groups_are_clean_in_every_corner(factory: SubjectFactory, seed: int) -> None:
+    """The calls of requests with one prompt, or one that begins another, come from one task."""
+    report = rollproof.run_conformance(factory, flavours=("vllm",), seed=seed)
+    failed = [check["id"] for check in report.to_dict()["checks"] if check["verdict"] == "fail"]
+    assert [] == failed
 
 
 class _MadeUp(_Unnamed):
