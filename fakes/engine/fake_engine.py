@@ -141,8 +141,8 @@ class FakeEngine:
             prompt_ids: tokens of the prompt.
             max_tokens: the budget; ``None`` for the model's length.
             request_id: the engine's own handle of the call, for ``abort``. One that is the id of a
-                rollout's request, or begins with it and ``-``, ``_``, ``:``, ``/`` or ``.``, says
-                to which request the call belongs.
+                rollout's request, or begins with it and ``-``, ``_``, ``:``, ``/``, ``.`` or ``#``,
+                says to which request the call belongs.
             sampling: sampling parameters, recorded with the call.
             media: images or other media, recorded with the call.
             want_routes: return routes.

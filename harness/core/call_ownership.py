@@ -18,7 +18,7 @@ from rollproof.errors import UsageError
 
 __all__ = ["CURRENT", "CallOwner", "Owners", "Running", "here", "named_request"]
 
-_SEPARATORS = "-_:/."
+_SEPARATORS = "-_:/.#"
 """What may follow the id of a request in the handle of one of its calls: ``r0-1``, ``r0/retry``."""
 
 
@@ -46,7 +46,7 @@ class CallOwner:
 
 def named_request(handle: str | None, request_ids: Container[str]) -> str | None:
     """Return the request that a call's handle names: the handle is its id, or begins with its id
-    and a separator (``-``, ``_``, ``:``, ``/`` or ``.``).
+    and a separator (``-``, ``_``, ``:``, ``/``, ``.`` or ``#``).
     """
     if not handle:
         return None
