@@ -38,10 +38,11 @@ class MyTaggedClient:
                 ids += out.token_ids
                 logprobs += out.logprobs.tolist()
                 versions += versions_of(out)
-                # a call returns the rows of the whole sequence that it sends: those that are there stay
-                rows = (
-                    out.routes if rows is None else np.concatenate([rows, out.routes[len(rows) :]])
-                )
+                # a call returns the rows of the whole sequence that it sends: those that are there stay;
+                # SGLang returns none with a call that it preempted before the abort: the next call has them
+                if out.routes is not None:
+                    new = out.routes if rows is None else out.routes[len(rows) :]
+                    rows = new if rows is None else np.concatenate([rows, new])
             else:
                 await asyncio.sleep(1)
             left = None if request.budget is None else request.budget - len(ids)

@@ -139,6 +139,11 @@ def test_a_resumed_sample_is_what_the_contract_says(name: str, flavour: str) -> 
 )
 def test_no_check_finds_anything(name: str, flavour: str, changes: dict[str, Any]) -> None:
     """No check fails on a reference, for every way to pause, cache, chunk and limit."""
+    limits = getattr(REFERENCES[name], "options", ClientOptions()).limits
+    if limits is not None:
+        request = changes.get("request", R0)
+        bounded = replace(request, max_length=limits.total, limit=limits.response)
+        changes = {**changes, "request": bounded}
     judgement = judge(ran(REFERENCES[name], SYNC(1), ABORT(3), SYNC(4), flavour=flavour, **changes))
     assert judgement.failed == ()
     assert [result.reason for result in judgement.results if "crashed" in result.reason] == []

@@ -10,10 +10,10 @@ import pytest
 from rollproof.core.case import ActionKind, EngineOptions
 from rollproof.core.subjects import SubjectFactory
 from rollproof.fakes.clients.http_clients import (
-    SglangManager,
-    SglangStreamer,
-    VllmManager,
-    VllmStreamer,
+    SglangClient,
+    SglangStreamClient,
+    VllmClient,
+    VllmStreamClient,
 )
 from rollproof.fakes.known_bugs._planting import act, case
 from rollproof.invariants import default_registry
@@ -25,7 +25,7 @@ _REGISTRY = default_registry()
 _EMPTY = EngineOptions(empty_text=True)
 
 
-class _GoesByTheText(SglangManager):
+class _GoesByTheText(SglangClient):
     """Takes a reply without text for one without tokens."""
 
     def tokens(self, decoded: Mapping[str, Any]) -> tuple[int, ...]:
@@ -35,10 +35,10 @@ class _GoesByTheText(SglangManager):
 @pytest.mark.parametrize(
     ("client", "flavour"),
     [
-        (SglangManager, "sglang"),
-        (SglangStreamer, "sglang"),
-        (VllmManager, "vllm"),
-        (VllmStreamer, "vllm"),
+        (SglangClient, "sglang"),
+        (SglangStreamClient, "sglang"),
+        (VllmClient, "vllm"),
+        (VllmStreamClient, "vllm"),
     ],
 )
 def test_clients_that_read_ids_do_without_text(client: SubjectFactory, flavour: str) -> None:
