@@ -27,7 +27,7 @@ _BUDGETS, _PARTS = "stitch.budget-used", "lifecycle.partial-off-honoured"
         ({"length": 4}, {_BUDGETS}),
         ({"response": 6}, set()),
     ],
-    ids=str,
+    ids=["response 1", "turn 1", "length 4", "response 6"],
 )
 def test_small_limits_leave_nothing_unknown(limits: dict[str, Any], expected: set[str]) -> None:
     """A correct stack with small limits has a verdict on every check, and one that its limits rule
