@@ -186,17 +186,23 @@ def test_another_temperature_is_no_missing_share(temperature: float) -> None:
     assert set() == ARRIVAL & named(measured({**scaled, "previous_logprob": previous}))
 
 
+def scores_before(columns: dict[str, np.ndarray]) -> np.ndarray:
+    """The trainer's logprobs under the previous weights, for 60 sequences of 120 tokens."""
+    rng = np.random.default_rng(0)
+    update = 0.2 * (rng.standard_normal((60, 1)) + rng.standard_normal((60, 120))).ravel()
+    update *= 1 - np.exp(columns["trainer_logprob"])
+    return np.minimum(columns["trainer_logprob"] - update, 0.0)
+
+
 @pytest.mark.parametrize("fault", ["lost weights", "samples swapped", "off by one, late"])
 def test_scores_of_another_text_are_no_half_update(fault: str) -> None:
     """Logprobs that have nothing to do with the scores lie between any two: that is no share."""
     world = GapWorld(sequences=60, length=120)
     columns = gap_columns(fault, seed=2, world=world)
-    rng = np.random.default_rng(0)
-    update = 0.2 * (rng.standard_normal((60, 1)) + rng.standard_normal((60, 120))).ravel()
-    update *= 1 - np.exp(columns["trainer_logprob"])
-    previous = np.minimum(columns["trainer_logprob"] - update, 0.0)
 
-    assert set() == ARRIVAL & named(measured({**columns, "previous_logprob": previous}))
+    assert set() == ARRIVAL & named(
+        measured({**columns, "previous_logprob": scores_before(columns)})
+    )
 
 
 @pytest.mark.parametrize("fault", ["packed without a block mask", "top-p 0.90", "end token forced"])
@@ -204,12 +210,7 @@ def test_other_faults_leave_the_share_at_one(fault: str) -> None:
     """What is wrong with both scores alike does not look like a missing update."""
     world = GapWorld(sequences=60, length=120)
     columns = gap_columns(fault, seed=2, world=world)
-    rng = np.random.default_rng(0)
-    update = 0.2 * (rng.standard_normal((60, 1)) + rng.standard_normal((60, 120))).ravel()
-    update *= 1 - np.exp(columns["trainer_logprob"])
-    report = measured(
-        {**columns, "previous_logprob": np.minimum(columns["trainer_logprob"] - update, 0.0)}
-    )
+    report = measured({**columns, "previous_logprob": scores_before(columns)})
 
     assert set() == ARRIVAL & named(report)
 

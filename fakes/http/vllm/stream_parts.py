@@ -44,6 +44,7 @@ class Part:
     def choice(
         self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
     ) -> dict[str, Any]:
+        """Return the ``choices`` entry of a chunk, in the form of the endpoint."""
         raise NotImplementedError(f"{type(self).__name__} must implement choice")
 
     def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def _replica(base: Any, server: VerlServer, fleet: Fleet) -> Any:
             self.servers = [RayHandle(server)]
             self.workers = [_Worker(server, fleet)]
 
+        # abstract in verl, and called by nobody here: the fleet starts its servers itself
         async def launch_servers(self) -> None:
             raise NotImplementedError("the fleet's servers run already")
 
