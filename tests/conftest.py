@@ -38,6 +38,9 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> pyt
         monkeypatch.setattr(f"rollproof.{module}.default_registry", lambda: fake_campaign.REGISTRY)
     monkeypatch.setattr("rollproof.pytest_plugin.items.run", fake_campaign.run)
     monkeypatch.setenv("RUNS", str(pytester.path / "runs"))
+    # where one of these is set, pytest repeats every failure whole in its summary
+    for variable in ("CI", "BUILD_NUMBER"):
+        monkeypatch.delenv(variable, raising=False)
     pytester.makepyfile(fake_campaign=inspect.getsource(fake_campaign))
     pytester.makeconftest("import fake_campaign\nfake_campaign.install()\n")
     return pytester

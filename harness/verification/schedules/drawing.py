@@ -224,6 +224,8 @@ def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
                 for request in case.requests
             ),
         )
+        if engine.kv_tokens is not None:
+            engine = replace(engine, kv_tokens=engine.kv_tokens + 1)
     if draws.chance(15):
         engine = replace(engine, transfer_steps=draws.integer(2, 6))
     if draws.chance(10):
