@@ -16,6 +16,8 @@ from rollproof.fakes.trainers.reference_batches import CollatedBatch, Collator
 
 __all__ = ["BUGS"]
 
+_PAD = 0
+
 
 class _BatchFailsOnEmpty(Collator):
     def check(self, sample: Rollout) -> None:
@@ -78,6 +80,18 @@ class _BatchAttentionAsLossMask(Collator):
         mask = self.attention(sample)
         mask[: self.left] = 0
         return mask
+
+
+class _BatchMaskByPaddingToken(Collator):
+    def loss_mask(self, sample: Rollout) -> IntArray:
+        # the end of sequence is the token that pads: it is never trained
+        return super().loss_mask(sample) * (self.tokens(sample) != _PAD)
+
+
+class _BatchLengthByPaddingToken(Collator):
+    def attention(self, sample: Rollout) -> IntArray:
+        # the same place is then behind the end of the row
+        return (self.tokens(sample) != _PAD).astype(np.int64)
 
 
 class _BatchLogprobsShifted(Collator):
@@ -369,6 +383,29 @@ BUGS: tuple[KnownBug, ...] = (
         kind="batches",
         make=_BatchAttentionAsLossMask,
         detected_by=("batch.loss-mask",),
+    ),
+    KnownBug(
+        id="batch-mask-by-padding-token",
+        summary=(
+            "Tokens that equal the padding token have loss mask 0: where it is the end of sequence"
+            " too, no end is trained."
+        ),
+        refs=("Megatron-Bridge#4660", "TRL#6357"),
+        kind="batches",
+        make=_BatchMaskByPaddingToken,
+        detected_by=("batch.loss-mask",),
+    ),
+    KnownBug(
+        id="batch-length-by-padding-token",
+        summary=(
+            "Attention is 1 at tokens that differ from the padding token: where it is the end of"
+            " sequence too, ends are lost."
+        ),
+        refs=("rllm#517", "TRL#4970"),
+        kind="batches",
+        make=_BatchLengthByPaddingToken,
+        detected_by=("batch.tokens",),
+        may_fail=("batch.padding",),
     ),
     KnownBug(
         id="batch-logprobs-shifted",

@@ -26,6 +26,7 @@ from rollproof.core.events.rollout import (
     Submit,
     Weights,
 )
+from rollproof.core.events.training import Batch
 from rollproof.core.records import FinishReason, Request, Rollout, Version
 from rollproof.core.replay_contract import Recompute
 
@@ -189,6 +190,11 @@ SITUATIONS = frozenset(
         ), (
             "equal requests of a group"
         ),
+        (
+            "samples in batches"
+        ), (
+            "samples in batches with the padding token inside"
+        ),
         *(
             f"{name} limit, {place}" for name in _LIMITS for place in _PLACES.values()
         ),
@@ -196,7 +202,7 @@ SITUATIONS = frozenset(
         *(f"pauses, mode {mode}" for mode in PauseMode),
     )
 )  # fmt: skip
-"""The names of all situations of rollouts that are counted."""
+"""The names of all situations of rollouts and batches that are counted."""
 # Calls frozen by these pauses continue after the resume; an aborting pause ends them.
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT)
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
@@ -258,6 +264,8 @@ class SituationCounter:
         self._empty_text = bool(engine.get("empty_text"))
         self._slow_pauses = engine.get("pause_steps", 0) > 0
         self._limits = header.contract.limits if header is not None else None
+        # undeclared as in the cases: 0
+        self._pad_token = (header.contract.pad_id or 0) if header is not None else None
         self._begun = False
         self._counts: dict[str, int] = {}
         self._requests: dict[str, _OpenRequest] = {}
@@ -276,6 +284,7 @@ class SituationCounter:
             Observation: self._observation,
             Fault: self._fault,
             Result: self._result,
+            Batch: self._batch,
         }
 
     def event(self, event: Event) -> None:
@@ -546,6 +555,16 @@ class SituationCounter:
             self._add("responses with the end token inside")
         if len(request.versions) > 2:
             self._add("rollouts across two or more updates")
+
+    def _batch(self, event: Batch) -> None:
+        self._add("samples in batches", len(event.samples))
+        self._add(
+            "samples in batches with the padding token inside",
+            sum(
+                self._pad_token in sample.prompt_ids + sample.response_ids
+                for sample in event.samples
+            ),
+        )
 
 
 def _is_older(version: Version, before: list[Version]) -> bool:

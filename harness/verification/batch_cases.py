@@ -1,7 +1,8 @@
 """Batch cases: samples that a batch conversion must carry, and malformed ones that it must refuse.
 
 No two values of a case are equal: token ids, logprobs and route rows are unique, so that a value in
-the wrong place is always noticed. One seed gives one set of cases.
+the wrong place is always noticed. Only the padding token occurs again, in the case that is about it.
+One seed gives one set of cases.
 """
 
 from __future__ import annotations
@@ -153,6 +154,13 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
                 _without_logprob(sample, contract) for sample in make.batch((3, 4), (2, 5))
             ),
         )
+    # Llama and GPT-2 have no padding token of their own: stacks pad with the end of sequence.
+    short, long, plain = make.batch((3, 4), (4, 6), (2, 3))
+    pad = contract.pad_id or 0
+    yield BatchCase(
+        name="the padding token as the end of sequence",
+        samples=(_with_token(short, pad, 6), _with_token(long, pad, 1, 6, 9), plain),
+    )
 
 
 def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:
@@ -175,6 +183,20 @@ def _with_rows(sample: Rollout, rows: int) -> Rollout:
     assert sample.routes is not None
     cut = sample.routes[:rows]
     return replace(sample, routes=np.concatenate([cut, cut[-1:].repeat(rows - len(cut), axis=0)]))
+
+
+def _with_token(sample: Rollout, token: int, *places: int) -> Rollout:
+    """Return the sample with ``token`` at ``places``, its last one included."""
+    ids = list(sample.prompt_ids + sample.response_ids)
+    for place in places:
+        ids[place] = token
+    prompt = len(sample.prompt_ids)
+    return replace(
+        sample,
+        prompt_ids=tuple(ids[:prompt]),
+        response_ids=tuple(ids[prompt:]),
+        finish_reason=FinishReason.STOP,
+    )
 
 
 def _read_only(sample: Rollout) -> Rollout:

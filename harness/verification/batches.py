@@ -35,7 +35,7 @@ from rollproof.verification.argument_checks import (
 from rollproof.verification.batch_cases import BatchCase, batch_cases
 from rollproof.verification.canary import Plant, replaced, try_canary
 from rollproof.verification.options import Options, factory_name
-from rollproof.verification.reports import make_report
+from rollproof.verification.reports import make_report, situations
 from rollproof.verification.traces import judge
 
 __all__ = ["judge_batches", "record_batches"]
@@ -99,6 +99,7 @@ def run(
         started=started,
         cases=len(trace.events),
         expected=options.expected,
+        exercised=situations(trace.events, "batches", trace.header),
         canary=(
             try_canary([trace], registry, (_SHIFTED_ROW,))
             if _SHIFTED_ROW.check_id in registry.ids

@@ -7,7 +7,9 @@ from itertools import chain, islice
 
 from rollproof.core.subjects import SubjectFactory
 from rollproof.fakes.clients.reference_clients import REFERENCES
+from rollproof.fakes.trainers.reference_batches import Collator
 from rollproof.judging.situations import SITUATIONS
+from rollproof.verification.batches import record_batches
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.reports import situations
 from rollproof.verification.runner import run_case
@@ -29,6 +31,7 @@ _CONTRACTS: Mapping[str, str] = {
     "engine-keep": "the engine resumes",
     "partial-off": "nobody resumes",
 }
+_BATCHES = "a conversion of finished samples into training rows"
 _LARGE = frozenset(
     {"aborts and syncs", "other pause modes", "prefix cache", "chunked prefill", "several servers"}
     | {"budget as a limit", "early end", "partial rollout off", "turns of the environment"}
@@ -49,13 +52,16 @@ def situations_page() -> Iterator[str]:
         " cell counts the contracts below under which"
     )
     yield (
-        "a reference client meets the situation on the flavour vllm. `-`: it needs a fault, another"
+        "a reference meets the situation (a client on the flavour vllm). `-`: it needs a fault, another"
         " flavour, another entry point or a random case.\n"
     )
     for name, meaning in _CONTRACTS.items():
         yield f"- `{name}`: {meaning}"
+    yield f"- `batches`: {_BATCHES}"
+    batches = record_batches(Collator)
+    converted = set(situations(batches.events, "batches", batches.header))
     met = {
-        profile.name: [_met(REFERENCES[name], profile) for name in _CONTRACTS]
+        profile.name: [converted, *(_met(REFERENCES[name], profile) for name in _CONTRACTS)]
         for profile in PROFILES.values()
     }
     yield f"\n| situation | {' | '.join(met)} |\n|---|{'---|' * len(met)}"
