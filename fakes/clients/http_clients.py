@@ -98,11 +98,6 @@ class HttpResumeClient(AsSampled):
             raise ValueError(reply.body.decode(errors="replace"))
         return self.read(sample, reply, len(sent))
 
-    def handle(self, sample: PartialSample) -> str:
-        """Return the handle of a call; no handle is the beginning of another."""
-        # SGLang aborts by prefix (abort_request, startswith): "r1" would abort "r10", too
-        return f"{sample.request.request_id}#{sample.attempts}#"
-
     def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> dict[str, Any]:

@@ -257,15 +257,18 @@ class AsSampled:
         return await self.fleet.servers[server_id].generate(
             prompt_ids=list(sent),
             max_tokens=budget,
-            # SGLang aborts by prefix (SGLang abort_request, startswith): no handle may be the
-            # beginning of another
-            request_id=f"{request.request_id}#{sample.attempts}#",
+            request_id=self.handle(sample),
             sampling=self.sampling_for(sample),
             media=request.media,
             want_routes=request.want_routes,
             want_logprobs=request.want_logprobs,
             routes_start=self.routes_start(sample),
         )
+
+    def handle(self, sample: PartialSample) -> str:
+        """Return the handle of a call; no handle is the beginning of another."""
+        # SGLang aborts by prefix (abort_request, startswith): "r1" would abort "r10", too
+        return f"{sample.request.request_id}#{sample.attempts}#"
 
     def acquire(self, sample: PartialSample, avoid: list[str]) -> str:
         """Return the server for the next call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.core.records import FinishReason, Request, Rollout
 from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import case, request
@@ -65,16 +65,8 @@ class _SiblingsSwapped(AsSampled):
 
 
 class _GroupSharesHandle(AsSampled):
-    async def call(
-        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
-    ) -> EngineOutput:
-        request = sample.request
-        return await self.fleet.servers[server_id].generate(
-            prompt_ids=list(sent),
-            max_tokens=budget,
-            request_id=request.group,
-            routes_start=self.routes_start(sample),
-        )
+    def handle(self, sample: PartialSample) -> str:
+        return sample.request.group or super().handle(sample)
 
     async def rollout(self, request: Request) -> Rollout | None:
         rollout = await super().rollout(request)

@@ -108,7 +108,7 @@ class _Races(AsSampled):
         tasks = {}
         for server in self.fleet.servers.values():
             sample.attempts += 1
-            handle = f"{sample.request.request_id}#{sample.attempts}#"
+            handle = self.handle(sample)
             call = server.generate(
                 prompt_ids=list(sent),
                 max_tokens=budget,

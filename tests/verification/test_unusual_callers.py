@@ -37,21 +37,9 @@ class _Unnamed(AsSampled):
     flavours: ClassVar[tuple[str, ...]] = ("vllm",)
     _handles = 0
 
-    async def call(
-        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
-    ) -> EngineOutput:
-        request = sample.request
-        _Unnamed._handles += 1
-        return await self.fleet.servers[server_id].generate(
-            prompt_ids=list(sent),
-            max_tokens=budget,
-            request_id=f"call#{_Unnamed._handles}#",
-            sampling=self.sampling_for(sample),
-            media=request.media,
-            want_routes=request.want_routes,
-            want_logprobs=request.want_logprobs,
-            routes_start=self.routes_start(sample),
-        )
+    def handle(self, sample: PartialSample) -> str:
+        self._handles += 1
+        return f"call#{self._handles}#"
 
 
 class _Workers(_Unnamed):
@@ -109,7 +97,6 @@ class _Dispatcher(_Unnamed):
             return await super(_Dispatcher, self).call(server_id, sample, sent, budget)
 
         self._waiting.append((call, reply))
-        sample.attempts += 1
         await asyncio.sleep(0.5)
         batch, self._waiting = self._waiting, []
         outcomes = await asyncio.gather(*(call() for call, _ in batch), return_exceptions=True)
