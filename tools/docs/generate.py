@@ -18,6 +18,7 @@ import typer
 from typer.main import get_command
 
 import rollproof.core.contract
+import rollproof.core.conventions
 import rollproof.core.limits
 import rollproof.verification.expected_failures
 from rollproof.cli.app import app
@@ -105,7 +106,7 @@ def contract_page() -> Iterator[str]:
     yield "`ContractError`, which lists every problem at once.\n"
     yield inspect.cleandoc(Contract.__doc__ or "")
     yield "\n| field | values | default |\n|---|---|---|"
-    enums = enum_texts(rollproof.core.contract)
+    enums = enum_texts(rollproof.core.conventions)
     for field in fields(Contract):
         name = str(field.type).replace(" | None", "")
         default = "required" if field.default is MISSING else f"`{field.default}`"

@@ -1,0 +1,165 @@
+"""The conventions in which subjects differ: the values of a contract's fields."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = [
+    "Filler",
+    "KvPolicy",
+    "LayerAxis",
+    "Logprobs",
+    "MaskedTokens",
+    "MissingLogprobs",
+    "PartialOff",
+    "Provenance",
+    "ResumeBy",
+    "Rows",
+    "Sampling",
+    "TagRead",
+    "Versions",
+]
+
+
+class Rows(StrEnum):
+    """How many route rows a sample of T = prompt_len + response_len tokens carries."""
+
+    ALL = "T"
+    """One row per token; the row of the last sampled token, which was never forwarded, is
+    ``final_row`` filler.
+    """
+    FORWARDED = "T-1"
+    """One row per forwarded token: what vLLM and SGLang return."""
+    CAPTURED_PREFIX = "captured-prefix"
+    """Rows 0 to n-1 for some n <= T: a captured prefix, the rest absent (SkyRL)."""
+    NONE = "none"
+    """The subject returns no routes."""
+
+
+class Filler(StrEnum):
+    """The content of a row that no forward captured."""
+
+    NONE = "none"
+    MINUS_ONE = "minus-one"
+    ARANGE = "arange"
+    ZEROS = "zeros"
+    """Expert 0, top_k times: a legal id, so a trainer replays it. Allowed, and flagged."""
+    PREVIOUS = "previous"
+    """The row before it, once more: legal, distinct ids (verifiers)."""
+
+
+class LayerAxis(StrEnum):
+    """Which layers the second axis of ``routes`` counts."""
+
+    ALL = "all"
+    """Every hidden layer; the columns of dense layers hold no capture."""
+    MOE = "moe"
+    """MoE layers only, in order."""
+
+
+class ResumeBy(StrEnum):
+    """Who continues a request after an abort or a pause."""
+
+    CLIENT = "client"
+    ENGINE = "engine"
+    NONE = "none"
+
+
+class Provenance(StrEnum):
+    """Which forward a row of a resumed sample comes from."""
+
+    AS_SAMPLED = "as-sampled"
+    """A row keeps the version of the forward that first computed it (behaviour policy). The row of
+    the last token of a segment is computed by the next segment: row version = version of the token
+    that the row's forward predicted."""
+    LATEST_PREFILL = "latest-prefill"
+    """All rows come from the last call, which prefilled the complete sequence again."""
+
+
+class Versions(StrEnum):
+    """The finest weight-version tag that a sample carries."""
+
+    NONE = "none"
+    SAMPLE = "sample"
+    MIN_MAX = "min-max"
+    BOUNDS = "bounds"
+    """A minimum and a maximum that enclose the versions that sampled the tokens, and may be wider:
+    counters of the trainer's side, read when the rollout began and when it ended (prime-rl's
+    ``PolicySpan``)."""
+    CALL = "call"
+    SPAN = "span"
+    TOKEN = "token"
+
+
+class TagRead(StrEnum):
+    """When an engine reads the one label that it shows with a reply."""
+
+    ADMISSION = "admission"
+    """When the call was admitted (vLLM): it may name weights that sampled no token."""
+    EMISSION = "emission"
+    """When the reply was made (SGLang, verl's servers): wrong if an update came in between."""
+
+
+class Logprobs(StrEnum):
+    """What a rollout logprob is the logarithm of."""
+
+    NONE = "none"
+    RAW = "raw"
+    TEMPERATURE_SCALED = "temperature-scaled"
+    PROCESSED = "processed"
+
+
+class MissingLogprobs(StrEnum):
+    """How a subject marks a token whose logprob the engine did not return."""
+
+    NEVER = "never"
+    """The engine always returns one: a missing value is a fault."""
+    NAN = "nan"
+    """The position holds NaN (``None`` in the native form)."""
+    MASKED = "masked"
+    """The position holds anything, and its loss mask is 0."""
+
+
+class MaskedTokens(StrEnum):
+    """Sampled tokens that a stack leaves out of the loss on purpose (loss mask 0)."""
+
+    OLDER_WEIGHTS = "older-weights"
+    """Tokens that older weights sampled than those of the sample's end or of its delivery."""
+    EARLIER_CALLS = "earlier-calls"
+    """Everything sampled before the last call that resumed the sample (slime's and miles'
+    ``mask_offpolicy_in_partial_rollout``).
+    """
+    TRUNCATED = "truncated"
+    """All tokens of a sample that no natural end closed (DAPO's overlong filtering)."""
+    ABORTED = "aborted"
+    """All tokens of a sample that ended by an abort or an error, or of a turn that an abort cut."""
+    END = "end"
+    """The token with which a turn ended naturally."""
+    ANY = "any"
+    """Any token: the mask of sampled tokens is not judged."""
+
+
+class Sampling(StrEnum):
+    """The sampling parameters (temperature, top_p, ...) with which the engines are called."""
+
+    FORWARDED = "forwarded"
+    """The caller's, ``Request.sampling``, under the names that the caller gave."""
+    OWN = "own"
+    """The stack's own, or the caller's in a form of the stack's own."""
+
+
+class KvPolicy(StrEnum):
+    """What happens to the KV cache of older weights at a weight update."""
+
+    RECOMPUTE = "recompute"
+    # the logprobs are then of no policy: on vLLM they were 4 nats from those of either weights
+    KEEP = "keep"
+
+
+class PartialOff(StrEnum):
+    """What happens to an aborted sample when partial rollout is off."""
+
+    DROPPED = "dropped"
+    """The rollout returns nothing."""
+    SURFACED = "surfaced"
+    """The rollout returns it with finish reason ``abort``."""
