@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from rollproof.invariants.lifecycle import (
     abort_all,
+    aborted_samples,
     aborts,
     consumption,
     endings,
@@ -30,8 +31,8 @@ CHECKS: tuple[Check, ...] = (
     aborts.lifecycle_abort_hits_target,
     aborts.lifecycle_abort_keeps_tokens,
     aborts.lifecycle_abort_ends_call,
-    aborts.lifecycle_aborts_do_not_surface,
-    aborts.lifecycle_partial_off_honoured,
+    aborted_samples.lifecycle_aborts_do_not_surface,
+    aborted_samples.lifecycle_partial_off_honoured,
     turns.lifecycle_cut_turns_not_answered,
     turns.lifecycle_ended_turns_answered,
     abort_all.lifecycle_end_spares_others,

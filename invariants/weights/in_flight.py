@@ -24,7 +24,7 @@ from rollproof.core.events.rollout import (
 )
 from rollproof.core.records import FinishReason, Rollout, Version
 from rollproof.invariants._shared.event_check import EventCheck, remember
-from rollproof.invariants.lifecycle.aborts import no_partial_flag, partial_is_off
+from rollproof.invariants.lifecycle.aborted_samples import no_partial_flag, partial_is_off
 from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
 from rollproof.judging.checks import Check, Collector, trace_check
 
