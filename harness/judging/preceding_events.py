@@ -10,19 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from rollproof.core.events.base import Event
-from rollproof.core.events.rollout import (
-    Abort,
-    Fault,
-    Observation,
-    Pause,
-    Reply,
-    Resume,
-    Update,
-    UpdatePhase,
-    Weights,
-)
-from rollproof.core.records import FinishReason, Scalar, Version
+from rollproof.core.events.rollout import Abort, Fault, Observation, Reply, Update
+from rollproof.core.records import Scalar
 from rollproof.core.trace import Header
+from rollproof.judging.event_words import describe, is_aborted
 from rollproof.judging.request_view import RequestView
 
 __all__ = ["PrecedingEvents"]
@@ -51,7 +42,7 @@ class PrecedingEvents:
 
     def add(self, event: Event) -> None:
         """Remember an event that may precede a finding; of replies only those that were aborted."""
-        if not isinstance(event, Reply) or _is_aborted(event):
+        if not isinstance(event, Reply) or is_aborted(event):
             self._events.append(event)
 
     def before(self, where: Mapping[str, Scalar]) -> tuple[str, ...]:
@@ -69,7 +60,7 @@ class PrecedingEvents:
                 text
                 for event in self._events
                 if server is None or getattr(event, "server_id", None) in (None, server)
-                if (text := _describe(event))
+                if (text := describe(event))
             ]
         # several servers, or an update and its end, often say the same
         texts = [text for i, text in enumerate(texts) if i == 0 or texts[i - 1] != text]
@@ -86,7 +77,7 @@ class PrecedingEvents:
         # nothing after the reply that completed a sample concerns it; a request without such a
         # reply may have met everything until the end
         replies = view.attempts[-1].replies
-        complete = [reply for reply in replies if reply.delivered and not _is_aborted(reply)]
+        complete = [reply for reply in replies if reply.delivered and not is_aborted(reply)]
         last = complete[-1].index if complete else float("inf")
         for event in self._events:
             if not view.submit.index <= event.index <= last:
@@ -100,54 +91,12 @@ class PrecedingEvents:
                     )
             elif isinstance(event, Observation):
                 if event.request_id == view.request.request_id:
-                    yield _describe(event)
+                    yield describe(event)
             elif isinstance(event, Fault) and event.call_id is not None:
                 if event.call_id in servers:
-                    yield _describe(event)
+                    yield describe(event)
             # the reply says where the abort met the call
             elif not isinstance(event, Abort | Update) and (
                 getattr(event, "server_id", None) in (None, *servers.values())
             ):
-                yield _describe(event)
-
-
-def _is_aborted(reply: Reply) -> bool:
-    return reply.output.finish_reason is FinishReason.ABORT
-
-
-def _describe(event: Event) -> str:
-    """Return an event in words; ``""`` for an aborted reply, which only its request can name."""
-    if isinstance(event, Weights):
-        return _describe_weights(event)
-    if isinstance(event, Abort):
-        wanted = "all calls" if event.wanted == "*" else event.wanted
-        return f"abort of {wanted} on {event.server_id}"
-    if isinstance(event, Pause):
-        return f"pause of {event.server_id} ({event.mode})"
-    if isinstance(event, Resume):
-        return f"resume of {event.server_id}"
-    if isinstance(event, Update):
-        phase = "requested" if event.phase is UpdatePhase.ASKED else str(event.phase)
-        return f"update to {_named(event.version)} {phase}"
-    if isinstance(event, Observation):
-        tokens = len(event.token_ids)
-        return f"{tokens} token{'' if tokens == 1 else 's'} of the environment"
-    if isinstance(event, Fault):
-        what = event.what.replace("-", " ")
-        if event.call_id is not None:
-            return f"{what} of call {event.call_id}"
-        return f"{what} of {event.server_id}" if event.server_id is not None else what
-    return ""
-
-
-def _describe_weights(event: Weights) -> str:
-    if not event.loaded:
-        return f"label {event.label} published on {event.server_id}"
-    label = "" if event.label in (None, event.version) else f" under the label {event.label}"
-    equal = ", equal weights" if event.identity else ""
-    return f"sync to {_named(event.version)} on {event.server_id}{label}{equal}"
-
-
-def _named(version: Version) -> str:
-    """``v3`` for the number 3; any other version as it is."""
-    return f"v{version}" if isinstance(version, int) else str(version)
+                yield describe(event)
