@@ -15,7 +15,7 @@ from rollproof.errors import UsageError
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.judging.report import ExitCode, Report
-from rollproof.reporting.text import Line, Style, check_lines
+from rollproof.reporting.text import Line, Style, check_lines, run_text
 from rollproof.store import load_trace
 from rollproof.verification.subject_kinds import KINDS, run_again
 from rollproof.verification.traces import judge
@@ -54,8 +54,8 @@ def replay(
     trace = load_trace(file)
     recorded = judge(trace)
     output.say(
-        f"{file}: {trace.header.subject}, {len(trace.events)} events; failing as recorded:"
-        f" {', '.join(recorded.failed) or 'nothing'}"
+        f"{file}: {trace.header.subject}, {run_text(trace.header)}, {len(trace.events)} events;"
+        f" failing as recorded: {', '.join(recorded.failed) or 'nothing'}"
     )
     if not trace.events:
         output.say(

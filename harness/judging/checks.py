@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollproof.judging.judge_context import JudgeContext
     from rollproof.judging.preceding_events import PrecedingEvents
     from rollproof.judging.request_view import RequestView
+    from rollproof.judging.story import Moment
 
 __all__ = [
     "Applies",
@@ -75,6 +76,7 @@ class Finding:
     witness: The path of the counterexample, filled in by the entry point.
     flavour: The engine flavour of its trace, filled in by the judge; ``""`` if the trace has none.
     after: The last events that preceded it, in words, filled in by the judge.
+    story: What happened to its request or server, event by event, filled in by the judge.
     """
 
     check_id: str
@@ -87,6 +89,7 @@ class Finding:
     witness: str | None = None
     flavour: str = ""
     after: tuple[str, ...] = ()
+    story: tuple[Moment, ...] = ()
 
 
 Applies: TypeAlias = "Callable[[Contract], str | None]"
@@ -312,6 +315,7 @@ class Collector:
                     kind=kind,
                     flavour=flavour,
                     after=() if preceding is None else preceding.before(place),
+                    story=() if preceding is None else preceding.story(place),
                 )
             )
 

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error
 from rollproof.core.events.base import Event
+from rollproof.core.events.layouts import Laid
+from rollproof.core.events.replay import Outcome, Step
 from rollproof.core.events.rollout import (
     Abort,
     Admit,
@@ -28,6 +30,7 @@ from rollproof.core.events.rollout import (
     Update,
     Weights,
 )
+from rollproof.core.events.training import Batch
 from rollproof.core.oracle import Oracle
 from rollproof.core.trace import EVENT_KINDS, Header
 from rollproof.judging.attempt import Attempt
@@ -224,13 +227,14 @@ class Judge:
         self._trace_checks = [make(self.context) for make, _ in self._plan.traces]
         self._crashed: set[int] = set()
         self._readers = self._plan.readers_of(self._trace_checks)
-        self._preceding = PrecedingEvents(header, self.context.open, self._ended)
+        self._preceding = PrecedingEvents(header, self.context.open, self._ended, self._calls)
         for collector in self._plan.collectors:
             collector.preceding = self._preceding
 
     def feed(self, event: Event) -> None:
         """Take one event."""
         kind = type(event)
+        self._preceding.now = event
         if isinstance(event, Result):
             self._end(event)
         trace_checks = self._trace_checks
@@ -256,6 +260,7 @@ class Judge:
 
     def finish(self) -> None:
         """Judge the requests that are still open and let the trace checks conclude."""
+        self._preceding.now = None
         # Requests that never ended are judged as well: a hang is a finding of its own, and what
         # they did before it counts.
         for view in list(self.context.open.values()):
@@ -277,7 +282,9 @@ class Judge:
 
     def _reply(self, event: Reply) -> None:
         self._preceding.add(event)
-        if event.call_id in self._calls:
+        if event.call_id not in self._calls:
+            self._preceding.add_in_words(event)
+        else:
             view, attempt = self._calls[event.call_id]
             attempt.replies.append(event)
             if view is not None and not event.delivered and streamed(attempt):
@@ -291,6 +298,8 @@ class Judge:
             self._calls[event.call_id] = (view, attempt)
             if attempt.number and (streamed(view.attempts[-2]) or view.attempts[-2].broke):
                 assign_partial_replies(view)
+        else:
+            self._preceding.add_in_words(event)
         # A recorder without request ids attributes calls by prompt; requests of a group share
         # theirs. It may miss calls: only those of a driven run are resolved, when a request ends.
         if self._driven:
@@ -360,6 +369,9 @@ class Judge:
 
     def _precede(self, event: Event) -> None:
         self._preceding.add(event)
+
+    def _precede_in_words(self, event: Event) -> None:
+        self._preceding.add_in_words(event)
 
     def _end(self, event: Result) -> None:
         """Resolve which calls made the sample of a request, before a check sees that it ended."""
@@ -448,4 +460,5 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Result: Judge._result,
     Update: Judge._update,
     **dict.fromkeys((Pause, Resume), Judge._precede),
+    **dict.fromkeys((Step, Outcome, Batch, Laid), Judge._precede_in_words),
 }

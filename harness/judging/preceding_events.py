@@ -1,7 +1,8 @@
 """Preceding events: what had happened to a request, or in the run, before a finding.
 
 They come from the trace itself and say nothing about a cause: a finding names what preceded it, so
-that a reader knows which situation to look at.
+that a reader knows which situation to look at. ``before`` names the last of them, and ``story``
+tells all, with the event at which the promise was seen to be broken.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Abort, Fault, Observation, Reply, Update
 from rollproof.core.records import Scalar
 from rollproof.core.trace import Header
-from rollproof.judging.event_words import describe, is_aborted
+from rollproof.judging.attempt import Attempt
+from rollproof.judging.event_words import describe, is_aborted, tokens
 from rollproof.judging.request_view import RequestView
+from rollproof.judging.story import Moment, moment_of, request_story, server_story
 
 __all__ = ["PrecedingEvents"]
 
 # More events than these lie too far back to explain a finding; memory must not grow with the trace.
 _REMEMBERED = 256
 _LISTED = 6
+_RECENT = 16
+"""Events of a story that is not about a request."""
 
 
 class PrecedingEvents:
@@ -28,22 +33,87 @@ class PrecedingEvents:
 
     flavour: The engine flavour of the trace; ``""`` if its header names none.
     view: The request that is being judged; ``None`` if an event is.
+    now: The event that the judge is looking at; ``None`` once the trace has ended.
     """
 
-    __slots__ = ("_ended", "_events", "_open", "flavour", "view")
+    __slots__ = ("_calls", "_ended", "_events", "_open", "flavour", "now", "view")
 
     def __init__(
-        self, header: Header, open: Mapping[str, RequestView], ended: Iterable[RequestView]
+        self,
+        header: Header,
+        open: Mapping[str, RequestView],
+        ended: Iterable[RequestView],
+        calls: Mapping[int, tuple[RequestView | None, Attempt]],
     ) -> None:
         self.flavour: str = str((header.case or {}).get("flavour", ""))
         self.view: RequestView | None = None
-        self._open, self._ended = open, ended
-        self._events: deque[Event] = deque(maxlen=_REMEMBERED)
+        self.now: Event | None = None
+        self._open, self._ended, self._calls = open, ended, calls
+        self._events: deque[Event | Moment] = deque(maxlen=_REMEMBERED)
 
     def add(self, event: Event) -> None:
         """Remember an event that may precede a finding; of replies only those that were aborted."""
         if not isinstance(event, Reply) or is_aborted(event):
             self._events.append(event)
+
+    def add_in_words(self, event: Event) -> None:
+        """Remember an event for stories alone, without its arrays: these may be large."""
+        self._events.append(moment_of(event))
+
+    def story(self, where: Mapping[str, Scalar]) -> tuple[Moment, ...]:
+        """Return the story of a finding at ``where``.
+
+        It is that of the request, if the place is one or a call of one. Otherwise it is that of
+        the server, or of all servers.
+        """
+        call_id = where.get("call")
+        call = call_id if type(call_id) is int else None
+        view = self.view or self._view_of(where.get("request")) or self._view_of_call(call)
+        if view is not None:
+            return request_story(view, self._met_by(view), now=self.now, call_id=call)
+        server = where.get("server")
+        remembered = [
+            item
+            for item in self._events
+            if isinstance(item, Moment) or describe(item)
+            if server is None or _server_of(item) in ("", server)
+        ]
+        return server_story(remembered[-_RECENT:], now=self.now)
+
+    def _view_of_call(self, call_id: int | None) -> RequestView | None:
+        """Return the open or lately ended request of a call."""
+        if call_id is None:
+            return None
+        if call_id in self._calls:
+            return self._calls[call_id][0]
+        return next(
+            (
+                view
+                for view in self._ended
+                if any(attempt.call.call_id == call_id for attempt in view.every_call)
+            ),
+            None,
+        )
+
+    def _met_by(self, view: RequestView) -> Iterator[Event]:
+        """Yield what happened to the servers of a request while they worked for it."""
+        calls = {attempt.call.call_id: attempt.call.server_id for attempt in view.every_call}
+        servers = set(calls.values())
+        last = _completed_at(view)
+        for event in self._events:
+            if isinstance(event, Moment | Reply | Observation | Update):
+                continue
+            if not view.submit.index <= event.index <= last or _server_of(event) not in servers:
+                continue
+            if isinstance(event, Fault) and event.call_id is not None:
+                continue
+            if (
+                isinstance(event, Abort)
+                and event.call_ids
+                and calls.keys().isdisjoint(event.call_ids)
+            ):
+                continue
+            yield event
 
     def before(self, where: Mapping[str, Scalar]) -> tuple[str, ...]:
         """Return the last events before a finding at ``where``, the oldest first, in words.
@@ -59,6 +129,7 @@ class PrecedingEvents:
             texts = [
                 text
                 for event in self._events
+                if not isinstance(event, Moment)
                 if server is None or getattr(event, "server_id", None) in (None, server)
                 if (text := describe(event))
             ]
@@ -74,21 +145,14 @@ class PrecedingEvents:
 
     def _of_request(self, view: RequestView) -> Iterator[str]:
         servers = {attempt.call.call_id: attempt.call.server_id for attempt in view.attempts}
-        # nothing after the reply that completed a sample concerns it; a request without such a
-        # reply may have met everything until the end
-        replies = view.attempts[-1].replies
-        complete = [reply for reply in replies if reply.delivered and not is_aborted(reply)]
-        last = complete[-1].index if complete else float("inf")
+        last = _completed_at(view)
         for event in self._events:
-            if not view.submit.index <= event.index <= last:
+            if isinstance(event, Moment) or not view.submit.index <= event.index <= last:
                 continue
             if isinstance(event, Reply):
                 if event.call_id in servers:
-                    tokens = len(event.output.token_ids)
-                    yield (
-                        f"abort of call {event.call_id} on {servers[event.call_id]} at {tokens}"
-                        f" token{'' if tokens == 1 else 's'}"
-                    )
+                    at = tokens(len(event.output.token_ids))
+                    yield f"abort of call {event.call_id} on {servers[event.call_id]} at {at}"
             elif isinstance(event, Observation):
                 if event.request_id == view.request.request_id:
                     yield describe(event)
@@ -100,3 +164,21 @@ class PrecedingEvents:
                 getattr(event, "server_id", None) in (None, *servers.values())
             ):
                 yield describe(event)
+
+
+def _completed_at(view: RequestView) -> float:
+    """Return the index of the reply that completed the sample of a request.
+
+    Nothing after it concerns the sample; a request without such a reply may have met everything
+    until the end.
+    """
+    replies = view.attempts[-1].replies if view.attempts else []
+    complete = [reply for reply in replies if reply.delivered and not is_aborted(reply)]
+    return complete[-1].index if complete else float("inf")
+
+
+def _server_of(item: Event | Moment) -> str:
+    """Return the server of an event; ``""`` if it is about none."""
+    if isinstance(item, Moment):
+        return item.server
+    return getattr(item, "server_id", None) or ""

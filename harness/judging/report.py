@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollproof.judging.checks import CheckResult, Verdict
+from rollproof.judging.story import Moment
 
 __all__ = ["REPORT_SCHEMA", "Canary", "ExitCode", "Interrupted", "Report"]
 
@@ -183,8 +184,25 @@ def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:
                 "witness": finding.witness,
                 "flavour": finding.flavour,
                 "after": list(finding.after),
+                "story": [_moment_dict(moment) for moment in finding.story],
             }
             for finding in result.findings
         ],
     }
+    return out
+
+
+def _moment_dict(moment: Moment) -> dict[str, Any]:
+    """Return a moment with the keys that say something."""
+    out: dict[str, Any] = {
+        "index": moment.index,
+        "time": round(moment.time, 6),
+        "text": moment.text,
+    }
+    if moment.broke:
+        out["broke"] = True
+    if moment.call is not None:
+        out["call"] = moment.call
+    if moment.server:
+        out["server"] = moment.server
     return out

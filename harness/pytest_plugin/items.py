@@ -110,7 +110,8 @@ def _raise_outcome(result: CheckResult, report: Report, state: State, *, verbose
 def _failure_text(result: CheckResult, report: Report, *, verbose: bool) -> str:
     data = next(check for check in report.to_dict()["checks"] if check["id"] == result.id)
     lines = text_of(check_lines(data, findings=None if verbose else KINDS, option="-v"))
-    return f"{result.check.promise}\n{report.subject} does not keep this promise:\n{lines}"
+    run = f"profile {report.profile}, seed {report.seed}"
+    return f"{result.check.promise}\n{report.subject} does not keep this promise ({run}):\n{lines}"
 
 
 def _report(state: State, suite: Suite, config: pytest.Config) -> Report:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from rollproof.core.trace import Header
 
 __all__ = [
     "KINDS",
@@ -21,6 +23,8 @@ __all__ = [
     "check_lines",
     "finding_lines",
     "report_lines",
+    "run_text",
+    "story_lines",
     "summary_text",
     "text_of",
     "wrapped",
@@ -36,6 +40,8 @@ KINDS = 3
 """Kinds of findings of a check that are shown without ``-v``, one finding each."""
 _FLAVOURS = 6
 """Engine flavours that a finding names; the others are counted."""
+_TOLD = 8
+"""Events of a story that a finding shows; ``rollproof show`` tells all."""
 _PLACE_KEYS = {
     key: rank
     for rank, key in enumerate(
@@ -222,10 +228,17 @@ def finding_lines(
     and that run the counterexample again.
     """
     yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
+    told = [moment for moment in finding.get("story", ()) if not moment.get("broke")]
+    yield from _rows(
+        [
+            ("where", _place(finding["where"])),
+            ("engine" if len(flavours) < 2 else "engines", _flavours(finding, flavours)),
+            # the story names these events, too
+            ("after", "" if told else "; ".join(finding.get("after", ()))),
+        ]
+    )
+    yield from story_lines(finding.get("story", ()), most=_TOLD)
     rows = [
-        ("where", _place(finding["where"])),
-        ("engine" if len(flavours) < 2 else "engines", _flavours(finding, flavours)),
-        ("after", "; ".join(finding.get("after", ()))),
         ("expected", finding["expected"]),
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
@@ -235,9 +248,38 @@ def finding_lines(
             f"rollproof replay {_relative(finding['witness'])}" if finding["witness"] else "",
         ),
     ]
+    yield from _rows(rows)
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> Iterator[Line]:
     for name, value in rows:
         if value:
             yield Style.PLAIN, wrapped(f"       {name:<9} {value}", " " * 17)
+
+
+def story_lines(story: Sequence[Mapping[str, Any]], *, most: int) -> Iterator[Line]:
+    """Yield the story of a finding, one line an event; ``>>`` marks the event that broke the
+    promise.
+
+    Of a story of more than ``most`` events the last ones are shown, and marked ones; the others are
+    counted.
+    """
+    broken = [place for place, moment in enumerate(story) if moment.get("broke")]
+    if len(broken) == len(story):
+        return
+    # a count of one event would take the line of that event
+    first = len(story) - most + 1 if len(story) > most else 0
+    name, left = "story", 0
+    for place, moment in enumerate(story):
+        if place < first and place not in broken:
+            left += 1
+            continue
+        if left:
+            yield Style.PLAIN, f"       {name:<9} ... {left:,} more events"
+            name, left = "", 0
+        style, mark = (Style.BAD, ">>") if place in broken else (Style.PLAIN, "  ")
+        yield style, wrapped(f"       {name:<7}{mark} {moment['text']}", " " * 17)
+        name = ""
 
 
 def _flavours(finding: Mapping[str, Any], flavours: Sequence[str]) -> str:
@@ -251,6 +293,19 @@ def _flavours(finding: Mapping[str, Any], flavours: Sequence[str]) -> str:
 def text_of(lines: Iterator[Line] | Sequence[Line]) -> str:
     """Return the lines without their styles."""
     return "\n".join(text for _, text in lines)
+
+
+def run_text(header: Header) -> str:
+    """Return what made a trace: ``vllm, profile pr, seed 0``; a recorded one has no such facts."""
+    if header.case is None:
+        return "recorded"
+    flavour, profile = header.case.get("flavour"), header.profile
+    facts = [
+        str(flavour) if flavour else "",
+        f"profile {profile}" if profile else "",
+        f"seed {header.seed}",
+    ]
+    return ", ".join(fact for fact in facts if fact)
 
 
 def _head(report: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ def test_verdicts_become_outcomes(fake_runs: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(
         [
             "Promise of stitch.a.",
-            "MyStack does not keep this promise:",
+            "MyStack does not keep this promise (profile pr, seed 0):",
             "  FAIL  stitch.a",
             "    1. Title of stitch.a",
             "       where     request r0",

@@ -111,6 +111,37 @@ MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
     assert expected == text_of(report_lines(report()))
 
 
+def test_a_story_has_a_line_an_event() -> None:
+    """In place of the events before the finding; the one that broke the promise is marked, and of a
+    long story the last events are shown.
+    """
+    story = [{"index": i, "time": 0.0, "text": f"event {i}"} for i in range(10)]
+    story[9] = {**story[9], "text": "r0 delivered", "broke": True}
+    shown = text_of(finding_lines({**FINDING, "story": story})).splitlines()
+
+    assert [
+        "       engine    vllm",
+        "       story     ... 3 more events",
+        *(f"                 event {i}" for i in range(3, 9)),
+        "              >> r0 delivered",
+        "       expected  9 rows: one per forwarded token (5 prompt + 5 response - 1)",
+    ] == shown[2:12]
+    assert Style.BAD == next(
+        style
+        for style, text in finding_lines({**FINDING, "story": story})
+        if text.lstrip().startswith(">>")
+    )
+
+
+def test_a_story_of_nothing_but_the_finding_is_left_out() -> None:
+    """An event that only says again where the finding is adds nothing; the events before it do."""
+    story = [{"index": 3, "time": 0.0, "text": "r0 delivered", "broke": True}]
+    text = text_of(finding_lines({**FINDING, "story": story}))
+
+    assert "story" not in text
+    assert "       after     abort of call 0 on s0 at 3 tokens; sync to v1 on s0" in text
+
+
 def test_verbose_lists_every_check() -> None:
     """Passing checks say how often they were exercised, inapplicable ones why they are."""
     text = text_of(report_lines(report(), verbose=True))

@@ -1,0 +1,174 @@
+"""The story of a finding: its events, their words, and which one is marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Gauge, Result
+from rollproof.core.records import Span
+from rollproof.judging.checks import Check, Collector, Finding, request_check, trace_check
+from rollproof.judging.judge_context import JudgeContext
+from rollproof.judging.registry import Registry
+from rollproof.judging.request_view import RequestView
+from rollproof.judging.story import Moment, shortened_story
+from rollproof.verification.traces import judge
+from tests.support.trace_script import TraceScript
+
+
+def each_request(**where: Any) -> Check:
+    """A request check with a finding at ``where`` for each request."""
+
+    @request_check("test.request", promise="p", needs="n", exercised_by="things")
+    def check(view: RequestView, out: Collector) -> None:
+        out.finding("wrong", expected="e", observed="o", where=view.place(**where))
+
+    return check
+
+
+def at(*kinds: type[Event], **where: Any) -> Check:
+    """A trace check with a finding at each event of a kind; without kinds: at the end."""
+
+    @trace_check("test.trace", promise="p", needs="n", exercised_by="things")
+    class At:
+        def __init__(self, _context: JudgeContext) -> None: ...
+
+        @property
+        def kinds(self) -> tuple[type[Event], ...]:
+            return kinds
+
+        def event(self, _event: Event, out: Collector) -> None:
+            out.finding("wrong", expected="e", observed="o", where=where)
+
+        def finish(self, out: Collector) -> None:
+            if not kinds:
+                out.finding("wrong", expected="e", observed="o", where=where)
+
+    return At
+
+
+def told(script: TraceScript, check: Check) -> list[str]:
+    """The story of the first finding; ``>>`` stands before the marked events."""
+    finding: Finding = judge(script.trace(), Registry([check])).results[0].findings[0]
+    return [(">> " if moment.broke else "") + moment.text for moment in finding.story]
+
+
+def resumed() -> TraceScript:
+    """Request r0: three tokens, an abort, an update, and one more token."""
+    script = TraceScript()
+    script.submit()
+    call = script.call((1, 2))
+    script.abort(call)
+    script.reply(call, [5, 6, 7], "abort", version=0)
+    script.pause().weights(1).resume()
+    script.reply(script.call((1, 2, 5, 6, 7)), [4], "length", version=1)
+    script.result([5, 6, 7, 4])
+    return script
+
+
+def test_a_request_is_told_from_its_submission_to_its_sample() -> None:
+    """Calls with their servers, weights, tokens and segments, and what happened to the servers
+    between, in the order of the trace; the delivery broke the promise.
+    """
+    assert [
+        "r0 submitted: 2 prompt tokens, at most 4 new",
+        "call 1 on s0 got 2 tokens",
+        "abort of all calls on s0",
+        "call 1 (v0) sampled 3 tokens, aborted: segment 0",
+        "pause of s0 (abort)",
+        "sync to v1 on s0",
+        "resume of s0",
+        "call 2 on s0 (v1) got 5 tokens, sampled 1 token, ended by length: segment 1",
+        ">> r0 delivered: 4 tokens, ended by length",
+    ] == told(resumed(), each_request())
+
+
+def test_a_finding_at_a_call_marks_its_reply() -> None:
+    """A check of the sample that blames one call marks the reply of that call, and not the
+    delivery.
+    """
+    marked = [text for text in told(resumed(), each_request(call=1)) if text.startswith(">>")]
+    assert [">> call 1 (v0) sampled 3 tokens, aborted: segment 0"] == marked
+
+
+def test_a_check_of_events_marks_the_event_that_it_read() -> None:
+    """An event that is none of the request's own is appended to its story."""
+    script = TraceScript()
+    script.submit()
+    script.admit(script.send())
+    assert [
+        "r0 submitted: 2 prompt tokens, at most 4 new",
+        "call 1 on s0 got 2 tokens",
+        ">> call 1 admitted on s0",
+    ] == told(script, at(Admit, call=1))
+
+
+def test_a_finding_at_the_end_says_so() -> None:
+    """A request that never ended: no event broke the promise but the end of the trace."""
+    script = TraceScript()
+    script.submit()
+    script.call((1, 2))
+    assert [
+        "r0 submitted: 2 prompt tokens, at most 4 new",
+        "call 1 on s0 got 2 tokens",
+        ">> the trace ends",
+    ] == told(script, each_request())
+    assert ">> the trace ends" == told(script, at(request="r0"))[-1]
+
+
+def test_weights_that_change_within_a_reply_are_told() -> None:
+    """What really sampled is told where it is known, with the token from which on it did."""
+    script = TraceScript()
+    script.submit()
+    script.reply(
+        script.call((1, 2)),
+        [5, 6, 7],
+        true_tokens=(Span(start=0, end=1, version=0), Span(start=1, end=3, version=1)),
+    )
+    script.result([5, 6, 7])
+    assert "call 1 on s0 (v0, v1 from token 1) got 2 tokens" in told(script, each_request())[1]
+
+
+def test_a_finding_without_a_request_tells_of_its_server() -> None:
+    """Events of other servers are left out; those of calls of no known request are told."""
+    script = TraceScript(driven=False)
+    script.pause(server="s1").pause()
+    script.reply(script.call((1, 2), request_id=""), [5])
+    script.gauges()
+    assert [
+        "pause of s0 (abort)",
+        "call 1 on s0 with 2 tokens",
+        "call 1 sampled 1 token, ended by length",
+        ">> in flight = 0 at the start of the run",
+    ] == told(script, at(Gauge, server="s0"))
+
+
+def test_other_requests_are_left_out() -> None:
+    """Neither their calls nor the aborts that met only those."""
+    script = TraceScript()
+    script.submit("r0")
+    script.submit("r1", prompt=(3,))
+    own = script.call((1, 2))
+    script.abort(script.call((3,), request_id="r1"))
+    script.reply(own, [5])
+    script.result([5])
+    assert not [text for text in told(script, each_request()) if "r1" in text or "abort" in text]
+
+
+def test_errors_of_a_stack_take_one_line() -> None:
+    """A long text with line breaks is cut."""
+    script = TraceScript()
+    script.submit()
+    script.result(event={"error": "ValueError: " + "x\n" * 5000})
+    (*_, last) = told(script, at(Result, request="r0"))
+    assert last.startswith(">> r0 failed: ValueError: x x")
+    assert last.endswith("...")
+    assert len(last) < 200
+
+
+def test_a_long_story_keeps_its_ends_and_what_broke() -> None:
+    """What is left out is counted, on each side of a marked event."""
+    story = [Moment(index=i, time=i, text=str(i), broke=i == 5) for i in range(12)]
+    assert ["0", "1", "... 3 more events", "5", "... 3 more events", "9", "10", "11"] == [
+        moment.text for moment in shortened_story(story, first=2, last=3)
+    ]
