@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollproof.core.limits import RolloutLimits
-from rollproof.fakes.clients.reference_clients import AsSampledTurns, ClientOptions
+from rollproof.fakes.clients.reference_clients import AsSampled, AsSampledTurns, ClientOptions
 from rollproof.judging.checks import Verdict
 from rollproof.verification.rollouts import run_conformance
 
@@ -50,3 +50,22 @@ def test_small_limits_leave_nothing_unknown(limits: dict[str, Any], expected: se
         for result in report.results
         if result.verdict not in (Verdict.NOT_APPLICABLE, Verdict.PASS)
     }
+
+
+@pytest.mark.parametrize("limits", [{"length": 2}, {"context": 2}, {"length": 3}], ids=str)
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_room_for_one_token_leaves_nothing_unknown(
+    limits: dict[str, Any], multi_turn: bool
+) -> None:
+    """Under the smallest totals every check has a verdict: cases have prompts that fit."""
+
+    class Limited(AsSampledTurns if multi_turn else AsSampled):  # type: ignore[misc]
+        options = ClientOptions(multi_turn=multi_turn, limits=RolloutLimits(**limits))
+
+    report = run_conformance(Limited, flavours=("vllm",), witness_dir=None)
+    assert 0 == report.exit_code
+    assert [] == [
+        (result.id, result.reason)
+        for result in report.results
+        if result.verdict in (Verdict.UNKNOWN, Verdict.FAIL)
+    ]

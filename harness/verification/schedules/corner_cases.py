@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
@@ -158,27 +158,47 @@ def _within(cases: Iterator[Case], contract: Contract) -> Iterator[Case]:
 
 
 def within_limits(case: Case, contract: Contract) -> Case | None:
-    """Return the case with the limits that the contract declares; ``None`` if a prompt leaves no
-    room for a token.
+    """Return the case with the limits that the contract declares, its prompts cut so that each
+    leaves room for a token; ``None`` if calls could then not be told apart by their prompts.
     """
     limits = contract.limits
     if limits is None or (limits.response is None and limits.total is None):
         return case
     requests = []
+    prompts = _cut_prompts(case, limits.total)
+    if prompts is None:
+        return None
     for request in case.requests:
         own = replace(
             request,
+            prompt_ids=prompts[request.prompt_ids],
             limit=min(
                 (bound for bound in (request.limit, limits.response) if bound is not None),
                 default=None,
             ),
             max_length=limits.total,
         )
-        if own.budget is not None and own.budget < 1:
-            return None
         requests.append(own)
     engine = replace(case.engine, max_length=limits.context or case.engine.max_length)
     return replace(case, requests=tuple(requests), engine=engine)
+
+
+def _cut_prompts(
+    case: Case, total: int | None
+) -> Mapping[tuple[int, ...], tuple[int, ...]] | None:
+    """Return each prompt of the case with what is left of it if it and one token are at most
+    ``total``: their beginnings, or their ends if those differ and the beginnings do not.
+    """
+    prompts = {request.prompt_ids for request in case.requests}
+    if total is None or max(map(len, prompts)) < total:
+        return {prompt: prompt for prompt in prompts}
+    for kept in (slice(total - 1), slice(1 - total, None)):
+        cut = {prompt: prompt[kept] for prompt in prompts}
+        left = sorted(cut.values())
+        # in order, a prompt is right before one that continues it
+        if not any(right[: len(one)] == one for one, right in pairwise(left)):
+            return cut
+    return None
 
 
 def vocab_with(model: Model, end: int) -> int:
@@ -457,6 +477,10 @@ def _total_limit(corner: _Corner) -> Iterator[Case]:
     if corner.contract.multi_turn and limits.allow_answers and total <= len(_PROMPT) + 3:
         # the shortest conversation fits behind the shortest prompt only
         yield corner.case(prompt=_PROMPT[:1], budget=3, turns=((203,),), model=model)
+    if corner.contract.partial_off is not None and limits.allow_fragments:
+        # with a small total, a part of a turn fits behind the shortest prompt only
+        abort = _act(ActionKind.ABORT, 1)
+        yield corner.case(abort, prompt=_PROMPT[:1], budget=2, partial=False)
     for size in _around(total - len(_PROMPT)):
         answers = _answers(corner, size)
         if answers and size <= (limits.response or size):

@@ -167,8 +167,10 @@ def test_what_a_contract_rules_out_is_not_made() -> None:
     ]
 
 
-def test_a_prompt_beyond_the_limits_makes_no_case() -> None:
-    """Every case gets the declared limits, and one whose prompt leaves no room is left out."""
+def test_a_prompt_beyond_the_limits_is_cut() -> None:
+    """Every case gets the declared limits; a prompt that leaves no room is cut, and prompts that
+    differ go on differing.
+    """
     declared = contract(limits=RolloutLimits(response=4, length=9, context=8))
     short, long = (
         Case(flavour="vllm", requests=(Request(request_id="r0", prompt_ids=tuple(range(1, n))),))
@@ -183,8 +185,40 @@ def test_a_prompt_beyond_the_limits_makes_no_case() -> None:
         fitted.requests[0].budget,
     )
     assert 8 == fitted.engine.max_length
-    assert within_limits(long, declared) is None
+    cut = within_limits(long, declared)
+    assert cut is not None
+    assert (1, 2, 3, 4, 5, 6, 7) == cut.requests[0].prompt_ids
+    assert 1 == cut.requests[0].budget
     assert short == within_limits(short, contract())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (((1, 2, 3), (4, 2, 3)), ((1, 2), (4, 2))),
+        (((1, 2, 3), (1, 2, 4)), ((2, 3), (2, 4))),
+        (((1, 2, 3), (1, 2, 3)), ((1, 2), (1, 2))),
+        (((1,), (2, 3, 4)), ((1,), (2, 3))),
+        (((1,), (2, 1, 3), (2, 1, 4)), None),
+        (((1, 2, 3, 9, 9), (1, 2, 4, 9, 9)), None),
+    ],
+    ids=str,
+)
+def test_cut_prompts_tell_requests_apart(
+    prompts: tuple[tuple[int, ...], ...], expected: tuple[tuple[int, ...], ...] | None
+) -> None:
+    """Beginnings are kept if they differ, or else ends; without either there is no case."""
+    case = Case(
+        flavour="vllm",
+        requests=tuple(
+            Request(request_id=f"r{i}", prompt_ids=prompt, group="g")
+            for i, prompt in enumerate(prompts)
+        ),
+    )
+    fitted = within_limits(case, contract(limits=RolloutLimits(length=3)))
+    assert expected == (
+        None if fitted is None else tuple(request.prompt_ids for request in fitted.requests)
+    )
 
 
 def _limited(**limits: Any) -> type[AsSampled]:
