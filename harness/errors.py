@@ -52,7 +52,13 @@ class LayoutError(RollproofError, ValueError):
 
 
 class ConformanceError(RollproofError, AssertionError):
-    """A recorded run broke a promise; the text holds the findings."""
+    """A recorded run broke a promise; the text holds the findings, ``headline`` the first one in
+    one line.
+    """
+
+    def __init__(self, text: str, headline: str = "") -> None:
+        super().__init__(text)
+        self.headline = headline or text.partition("\n")[0]
 
 
 class SubjectError(RollproofError, TypeError):

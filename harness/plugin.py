@@ -9,7 +9,8 @@ modules; tests/pytest_plugin/test_overhead.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -189,6 +190,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
         from rollproof.pytest_plugin.items import run_item
 
         run_item(pyfuncitem, state_of(pyfuncitem.config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shorten failures of ours to one line in pytest's short summary."""
+    report = yield
+    # Loaded by the first use of rollproof: a session without it must not import more.
+    if call.excinfo is not None and "rollproof.errors" in sys.modules:
+        from rollproof.pytest_plugin.short_summary import shorten
+
+        shorten(item, call.excinfo.value, report)
+    return report
 
 
 def pytest_report_teststatus(

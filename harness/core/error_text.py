@@ -7,8 +7,16 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 
-__all__ = ["describe_error", "describe_error_with_place", "error_kind", "one_line", "show"]
+__all__ = [
+    "describe_error",
+    "describe_error_with_place",
+    "error_kind",
+    "one_line",
+    "show",
+    "user_frames",
+]
 
 _LONGEST = 2000
 """Characters of an exception's text that are shown: some texts hold complete tensors."""
@@ -33,15 +41,25 @@ def describe_error_with_place(error: BaseException) -> str:
     """Return the same with the last line of user code in the traceback: ``KeyError: 'x'
     (client.py:31, in generate)``.
     """
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        # frames of the standard library (asyncio, json) say nothing of the code under test
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package != "rollproof" and package not in sys.stdlib_module_names:
-            return (
-                f"{describe_error(error)} ({Path(frame.f_code.co_filename).name}:{line}, in"
-                f" {frame.f_code.co_name})"
-            )
-    return describe_error(error)
+    frames = user_frames(error)
+    if not frames:
+        return describe_error(error)
+    frame, line = frames[-1]
+    return (
+        f"{describe_error(error)} ({Path(frame.f_code.co_filename).name}:{line}, in"
+        f" {frame.f_code.co_name})"
+    )
+
+
+def user_frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return the frames of user code in the traceback with their lines, the innermost last."""
+    # frames of the standard library (asyncio, json) say nothing of the code under test
+    return [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if (package := str(frame.f_globals.get("__name__", "")).partition(".")[0]) != "rollproof"
+        and package not in sys.stdlib_module_names
+    ]
 
 
 _PLACED = re.compile(r"\(([^():]+):\d+, in ([^()]+)\)$")

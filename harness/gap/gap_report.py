@@ -162,7 +162,12 @@ class GapReport:
             raise UsageError(f"inconclusive={inconclusive!r} is not one of: fail, allow.")
         undecided = self.verdict is GapVerdict.INCONCLUSIVE
         if self.verdict is GapVerdict.FAIL or (undecided and inconclusive == "fail"):
-            raise ConformanceError(text_of(gap_lines(self)))
+            bad = ", ".join(
+                name for name, verdict in self.verdicts.items() if verdict is self.verdict
+            )
+            raise ConformanceError(
+                text_of(gap_lines(self)), f"the gap: {self.verdict}{f' ({bad})' if bad else ''}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON report, schema 1: keys may be added."""

@@ -67,6 +67,8 @@ class Report:
     cases: The number of cases.
     seconds: Their wall time.
     notes: Remarks for the reader.
+    undelivered: Why no rollout delivered a sample, if all of them raised; not in the JSON form,
+        where it is a note.
     """
 
     subject: str
@@ -79,6 +81,7 @@ class Report:
     cases: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    undelivered: str = ""
 
     @property
     def failed(self) -> tuple[CheckResult, ...]:

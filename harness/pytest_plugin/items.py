@@ -6,9 +6,10 @@ The plugin calls in here for functions that carry a suite; nothing runs while py
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -20,8 +21,10 @@ from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.report import Interrupted, Report
 from rollproof.pytest_plugin.decorators import Conformance, check_profile
 from rollproof.pytest_plugin.session_state import State
+from rollproof.pytest_plugin.short_summary import HEADLINE
 from rollproof.pytest_plugin.suite_spec import Suite
-from rollproof.reporting.text import KINDS, check_lines, text_of
+from rollproof.reporting.setup_errors import setup_error_lines
+from rollproof.reporting.text import KINDS, check_lines, finding_headline, text_of
 from rollproof.verification.argument_checks import as_seed
 from rollproof.verification.counterexamples import delete_counterexamples
 from rollproof.verification.expected_failures import ExpectedFailures
@@ -29,6 +32,9 @@ from rollproof.verification.options import ROLLOUTS, Options
 from rollproof.verification.subject_kinds import run
 
 __all__ = ["parametrize", "run_item"]
+
+_ERRORS = "lifecycle.no-error-without-fault"
+"""The check that reports rollouts which raise."""
 
 
 def parametrize(metafunc: pytest.Metafunc, state: State) -> None:
@@ -70,23 +76,24 @@ def run_item(item: pytest.Function, state: State) -> None:
         problem = error
     if problem is not None:  # out of the handler, so that pytest shows the message once
         pytest.fail(f"@pytest.mark.rollproof: {problem}", pytrace=False)
-    report = _report(state, suite, item.config)
+    report = _report(state, suite, item)
     check_id = item.funcargs["check"]
     result = next(result for result in report.results if result.id == check_id)
     # For JUnit files, and for the plugin, which lists an unknown verdict as UNKNOWN.
     item.user_properties.append(("rollproof_verdict", str(result.verdict)))
-    verbose = item.config.get_verbosity() > 0
-    _raise_outcome(result, report, state, verbose=verbose)
+    _raise_outcome(item, result, report, state)
     item.funcargs["check"] = result
 
 
-def _raise_outcome(result: CheckResult, report: Report, state: State, *, verbose: bool) -> None:
+def _raise_outcome(
+    item: pytest.Function, result: CheckResult, report: Report, state: State
+) -> None:
     """End the item by its verdict, unless the check passed as it should."""
     reason = report.expected.get(result.id)
     if result.verdict is Verdict.FAIL:
         if reason is not None and not result.otherwise:
             pytest.xfail(reason)
-        pytest.fail(_failure_text(result, report, verbose=verbose), pytrace=False)
+        _fail(item, _failure_text(item, result, report), finding_headline(_data(result, report)))
     # Strict like xfail_strict; an unknown check has shown nothing, so its entry stays.
     if reason is not None and result.verdict is not Verdict.UNKNOWN and not state.settings.accept:
         pytest.fail(
@@ -100,6 +107,7 @@ def _raise_outcome(result: CheckResult, report: Report, state: State, *, verbose
     if result.verdict is Verdict.UNKNOWN:
         if state.settings.unknown == "skip":
             pytest.skip(f"unknown: {result.reason}")
+        _raise_cause(item, result, report, state)
         pytest.fail(
             f"unknown: {result.id} of {report.subject} was not decided: {result.reason}. An unknown"
             " verdict never counts as passed; set rollproof_unknown = skip to skip such items.",
@@ -107,39 +115,89 @@ def _raise_outcome(result: CheckResult, report: Report, state: State, *, verbose
         )
 
 
-def _failure_text(result: CheckResult, report: Report, *, verbose: bool) -> str:
-    data = next(check for check in report.to_dict()["checks"] if check["id"] == result.id)
-    lines = text_of(check_lines(data, findings=None if verbose else KINDS, option="-v"))
+def _raise_cause(item: pytest.Function, result: CheckResult, report: Report, state: State) -> None:
+    """End an item that is unknown because every rollout ended with an error.
+
+    All such items have one cause, which the check of errors reports: they are skipped with a
+    pointer to its item. If that does not run in this session, the first of them fails with the
+    cause, so that nothing is hidden.
+    """
+    cause = next((other for other in report.failed if other.id == _ERRORS), None)
+    if cause is None or not report.undelivered:
+        return
+    key = f"{item.nodeid.partition('[')[0]} {report.subject}"
+    shown_by = state.shown_by.get(key) or _item_of(item, _ERRORS) or item.nodeid
+    state.shown_by[key] = shown_by
+    if shown_by != item.nodeid:
+        pytest.skip(f"unknown: {result.reason}. No rollout delivered a sample: see {shown_by}")
+    # Listed as a failure and not as UNKNOWN: pytest prints the text of failures alone.
+    item.user_properties.pop()
+    _fail(
+        item,
+        f"{result.id} is unknown: {report.undelivered}.\n{_failure_text(item, cause, report)}",
+        f"unknown: {report.undelivered}",
+    )
+
+
+def _item_of(item: pytest.Function, check_id: str) -> str | None:
+    """Return the id of the item with which this session judges another check of the same suite."""
+    for other in item.session.items:
+        if (
+            isinstance(other, pytest.Function)
+            and (other.function, other.cls) == (item.function, item.cls)
+            and other.callspec.params.get("check") == check_id
+            # a mark of the user's may keep it from failing, and then nothing would
+            and not any(other.get_closest_marker(name) for name in ("skip", "skipif", "xfail"))
+        ):
+            return other.nodeid
+    return None
+
+
+def _fail(item: pytest.Function, text: str, headline: str) -> NoReturn:
+    """Fail the item with ``text``, and with ``headline`` in pytest's short summary."""
+    item.stash[HEADLINE] = headline
+    pytest.fail(text, pytrace=False)
+
+
+def _data(result: CheckResult, report: Report) -> Mapping[str, Any]:
+    return next(check for check in report.to_dict()["checks"] if check["id"] == result.id)
+
+
+def _failure_text(item: pytest.Function, result: CheckResult, report: Report) -> str:
+    findings = None if item.config.get_verbosity() > 0 else KINDS
+    lines = text_of(check_lines(_data(result, report), findings=findings, option="-v"))
     run = f"profile {report.profile}, seed {report.seed}"
     return f"{result.check.promise}\n{report.subject} does not keep this promise ({run}):\n{lines}"
 
 
-def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
+def _report(state: State, suite: Suite, item: pytest.Function) -> Report:
     """Return the report of a suite.
 
     The subject runs when its first item needs the report, once per session: also a subject that
-    cannot be run, which would otherwise fail once per item with the same long error.
+    cannot be run, whose error that item shows. The others are skipped with a pointer to it.
     """
     profile = suite.profile or state.settings.profile
     seed = suite.seed if suite.seed is not None else state.seed_of(profile)
     assert suite.factory is not None
     key = suite.run_key(profile, seed)
     if key not in state.runs:
-        state.runs[key] = _run(state, suite, profile, seed, config)
+        state.runs[key] = _run(state, suite, profile, seed, item.config)
     outcome = state.runs[key]
     if isinstance(outcome, Report):
         return outcome
-    if key in state.raised:
-        pytest.fail(
-            f"{suite.title} could not be run; the first item of this subject says why.",
-            pytrace=False,
-        )
-    # A fault of ours is raised with its traceback, an error of the user is one line.
-    state.raised.add(key)
+    # An item that runs again (pytest-rerunfailures) must fail again, not be skipped.
+    shown_by = state.shown_by.setdefault(key, item.nodeid)
+    if shown_by != item.nodeid:
+        pytest.skip(f"{suite.title} could not be run: see {shown_by}")
+    # A fault of ours is raised with its traceback, an error of the user is told in a few lines.
     if not isinstance(outcome, RollproofError):
         raise outcome
-    pytest.fail(
-        f"{suite.title} could not be run: {type(outcome).__name__}: {outcome}", pytrace=False
+    recipe = _recipe(suite.factory)
+    subject = recipe["subject"] if recipe is not None and suite.about == ROLLOUTS else None
+    _fail(
+        item,
+        text_of(setup_error_lines(suite.title, outcome, subject=subject)),
+        f"{suite.title} could not be run: {outcome}",
     )
 
 

@@ -44,8 +44,8 @@ class State:
 
     ``settings`` are the options. ``fresh_seed`` is the seed of profiles that have none of their
     own. ``reports`` are JSON reports by key, ``runs`` the report of each subject, or the error that
-    kept it from running, ``raised`` the keys of those errors that an item has shown already, and
-    ``summary`` the lines that end the closing summary.
+    kept it from running, ``shown_by`` the item that shows what several items of a subject have as
+    their cause, and ``summary`` the lines that end the closing summary.
     """
 
     def __init__(self, *, settings: Settings, fresh_seed: int) -> None:
@@ -54,7 +54,7 @@ class State:
         # By key, because two xdist workers that ran the same subject deliver the same report.
         self.reports: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, Any] = {}
-        self.raised: set[str] = set()
+        self.shown_by: dict[str, str] = {}
         self.summary: list[str] = []
 
     def seed_of(self, profile: str) -> int:

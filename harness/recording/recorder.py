@@ -52,7 +52,7 @@ from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.judging.situations import SituationCounter
 from rollproof.recording.wrapping import WatchedCall, check_wrapping, watch_calls
-from rollproof.reporting.text import check_lines, summary_text, text_of
+from rollproof.reporting.text import check_lines, failure_headline, summary_text, text_of
 from rollproof.verification.argument_checks import as_expected, as_names, as_path
 from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
 from rollproof.verification.options import ROLLOUTS
@@ -498,7 +498,8 @@ class Recording:
                 for line in check_lines(check)
             ]
             raise ConformanceError(
-                f"{self._header.subject}: {summary_text(data)}\n{text_of(failed)}"
+                f"{self._header.subject}: {summary_text(data)}\n{text_of(failed)}",
+                failure_headline(data),
             )
         if stale:
             raise ExpectationError(

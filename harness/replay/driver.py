@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract
-from rollproof.core.error_text import describe_error
+from rollproof.core.error_text import describe_error, describe_error_with_place
 from rollproof.core.events.replay import Install, Outcome, Phase, Residue, Routing, Step
 from rollproof.core.progress import Progress
 from rollproof.core.records import IntArray, Rollout
@@ -170,7 +170,9 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
         raise
     except BaseException as error:  # whatever a user's constructor raises
         raise_unless_outcome(error, label)
-        raise SubjectError(f"{label} could not be created: {describe_error(error)}.") from error
+        raise SubjectError(
+            f"{label} could not be created: {describe_error_with_place(error)}."
+        ) from error
     contract = getattr(subject, "contract", None)
     missing = [] if callable(getattr(subject, "run", None)) else ["a method `run(step, spy)`"]
     if not isinstance(contract, Contract) or contract.replay is None:
@@ -273,7 +275,9 @@ class _Drive:
             return _settled(method())
         except BaseException as error:
             _pass_on(error, f"{self.label}.{name}")
-            raise SubjectError(f"{self.label}.{name} raised {describe_error(error)}.") from error
+            raise SubjectError(
+                f"{self.label}.{name} raised {describe_error_with_place(error)}."
+            ) from error
 
     def _end(self, step: Step, outcome: Outcome, subject: Any = None) -> None:
         self.outcomes[step.name] = outcome

@@ -21,6 +21,8 @@ __all__ = [
     "Line",
     "Style",
     "check_lines",
+    "failure_headline",
+    "finding_headline",
     "finding_lines",
     "report_lines",
     "run_text",
@@ -128,10 +130,17 @@ def report_lines(
         if verdict == "not applicable":
             yield from _ruled_out(checks)
             continue
+        alike = _alike(checks) if verdict == "unknown" and not verbose else {}
         for check in checks:
-            if check not in idle:
+            if check not in idle and check["reason"] not in alike:
                 known = verdict == "expected fail" and not verbose
                 yield from check_lines(check, findings=0 if known else shown_kinds, option="-v")
+        for reason, count in alike.items():
+            if not (gather and reason.startswith(NOT_EXERCISED)):
+                yield (
+                    Style.DOUBT,
+                    wrapped(f"  UNKNOWN  {_checks(count)}: {reason} (-v lists them)", "      "),
+                )
         if idle:
             yield (
                 Style.DOUBT,
@@ -145,6 +154,12 @@ def report_lines(
     for note in report.get("notes", ()):
         yield Style.DOUBT, f"  note: {note}"
     yield _style_of(report), f"  {summary_text(report)}"
+
+
+def _alike(checks: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the reasons that so many checks share that they are counted, with the counts."""
+    reasons = Counter(str(check["reason"]) for check in checks)
+    return {reason: count for reason, count in reasons.items() if count > _NAMED}
 
 
 def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
@@ -280,6 +295,26 @@ def story_lines(story: Sequence[Mapping[str, Any]], *, most: int) -> Iterator[Li
         style, mark = (Style.BAD, ">>") if place in broken else (Style.PLAIN, "  ")
         yield style, wrapped(f"       {name:<7}{mark} {moment['text']}", " " * 17)
         name = ""
+
+
+def finding_headline(check: Mapping[str, Any]) -> str:
+    """Return the first finding of a failed check in one line: title, place, engine flavour, and
+    the command that runs its counterexample again.
+    """
+    if not check["findings"]:
+        return str(check["reason"])
+    finding = check["findings"][0]
+    place = [_place(finding["where"]), finding.get("flavour", "")]
+    facts = f" ({'; '.join(fact for fact in place if fact)})" if any(place) else ""
+    rerun = f"; rollproof replay {_relative(finding['witness'])}" if finding["witness"] else ""
+    return f"{finding['title']}{facts}{rerun}"
+
+
+def failure_headline(report: Mapping[str, Any]) -> str:
+    """Return the first failure of a report in one line, and how many other checks fail."""
+    failed = [check for check in report["checks"] if check["verdict"] == "fail"]
+    more = f"; {_checks(len(failed) - 1)} more" if len(failed) > 1 else ""
+    return f"{failed[0]['id']}: {finding_headline(failed[0])}{more}" if failed else ""
 
 
 def _flavours(finding: Mapping[str, Any], flavours: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract
-from rollproof.core.error_text import describe_error
+from rollproof.core.error_text import describe_error, describe_error_with_place
 from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.core.subjects import SubjectFactory
@@ -134,7 +134,9 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except Exception as error:
-        raise SubjectError(f"{label} could not be created: {describe_error(error)}.") from error
+        raise SubjectError(
+            f"{label} could not be created: {describe_error_with_place(error)}."
+        ) from error
     missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
     if missing or not isinstance(getattr(subject, "contract", None), Contract):
         raise SubjectError(
@@ -170,7 +172,7 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
         ) from None
     except Exception as error:
         raise SubjectError(
-            f"{label}.rows raised {describe_error(error)} on the batch of {case.name!r}."
+            f"{label}.rows raised {describe_error_with_place(error)} on the batch of {case.name!r}."
         ) from error
     if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):
         raise SubjectError(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract, KvPolicy, Logprobs, ResumeBy, Rows, Versions
-from rollproof.core.error_text import describe_error
+from rollproof.core.error_text import describe_error, describe_error_with_place
 from rollproof.core.events.layouts import Laid
 from rollproof.core.progress import Progress
 from rollproof.core.subjects import SubjectFactory
@@ -184,7 +184,9 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except Exception as error:
-        raise SubjectError(f"{label} could not be created: {describe_error(error)}.") from error
+        raise SubjectError(
+            f"{label} could not be created: {describe_error_with_place(error)}."
+        ) from error
 
 
 def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
@@ -196,8 +198,8 @@ def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
         reason = supports(function, call.layout)
     except Exception as error:
         raise SubjectError(
-            f"{label}.supports({function!r}, layout) raised {describe_error(error)}. It returns a"
-            " reason, or None."
+            f"{label}.supports({function!r}, layout) raised"
+            f" {describe_error_with_place(error)}. It returns a reason, or None."
         ) from error
     if not isinstance(reason, str | None):
         raise SubjectError(

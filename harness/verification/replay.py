@@ -22,7 +22,7 @@ from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.replay.driver import record_replay
-from rollproof.reporting.text import check_lines, summary_text, text_of
+from rollproof.reporting.text import check_lines, failure_headline, summary_text, text_of
 from rollproof.verification.argument_checks import (
     as_expected,
     as_name,
@@ -128,7 +128,9 @@ def raise_for_failures(report: Report) -> None:
             if check["verdict"] == "fail"
             for line in check_lines(check)
         ]
-        raise ConformanceError(f"{report.subject}: {summary_text(data)}\n{text_of(lines)}")
+        raise ConformanceError(
+            f"{report.subject}: {summary_text(data)}\n{text_of(lines)}", failure_headline(data)
+        )
 
 
 def _episodes(trace: Trace) -> list[str]:

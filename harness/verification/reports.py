@@ -29,6 +29,7 @@ def make_report(
     exercised: Mapping[str, int] | None = None,
     canary: Canary | None = None,
     notes: Iterable[str] = (),
+    undelivered: str = "",
 ) -> Report:
     """Return the report of a run that began at ``started`` (``time.perf_counter()``).
 
@@ -46,6 +47,7 @@ def make_report(
         cases=cases,
         seconds=time.perf_counter() - started,
         notes=tuple(notes),
+        undelivered=undelivered,
     )
 
 

@@ -292,6 +292,9 @@ class _Campaign:
     slow: set[str] = field(default_factory=set)
     """Checks that failed first in a case with a hang: each try of shrinking costs seconds."""
     stuck: list[tuple[Case, Trace]] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    """Rollouts that ended with an error, and others."""
+    first_error: str = ""
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.registry)
@@ -321,6 +324,7 @@ class _Campaign:
 
     def report(self, results: tuple[CheckResult, ...], started: float, *, canary: bool) -> Report:
         """Return the report, with the self-test if ``canary`` is set."""
+        undelivered = self._undelivered()
         return make_report(
             results,
             subject=self.name,
@@ -331,8 +335,27 @@ class _Campaign:
             expected=self.options.expected,
             exercised=self.exercised,
             canary=try_canary(self.clean, self.registry, SAMPLE_PLANTS) if canary else None,
-            notes=self.notes,
+            notes=(*self.notes, undelivered) if undelivered else self.notes,
+            undelivered=undelivered,
         )
+
+    def _undelivered(self) -> str:
+        """Return why no rollout delivered a sample, if all of them ended with an error."""
+        count = self.ends["error"]
+        if not count or self.ends.total() > count:
+            return ""
+        return (
+            f"no rollout delivered a sample: each of {count:,} raised an error, the first one"
+            f" {self.first_error}"
+        )
+
+    def _count_ends(self, trace: Trace) -> None:
+        for event in trace.events:
+            if isinstance(event, Result):
+                failed = event.error is not None and not event.hung
+                self.ends["error" if failed else "other"] += 1
+                if failed and not self.first_error:
+                    self.first_error = event.error or ""
 
     def run(self, case: Case) -> None:
         """Run and judge one case."""
@@ -341,6 +364,7 @@ class _Campaign:
         arisen = situations(trace.events, ROLLOUTS, trace.header)
         judge_events(trace.header, trace.events, self.tally)
         self.exercised.update(arisen)
+        self._count_ends(trace)
         failed = {
             check_id: {
                 kind: count - earlier.get(kind, 0)

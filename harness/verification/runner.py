@@ -106,7 +106,9 @@ class _Run:
             contract = getattr(self.subject, "contract", None)
         except BaseException as error:
             reraise_foreign(error)
-            raise SubjectError(f"{self.name}.contract raised {describe_error(error)}.") from error
+            raise SubjectError(
+                f"{self.name}.contract raised {describe_error_with_place(error)}."
+            ) from error
         if not isinstance(contract, Contract):
             raise SubjectError(
                 f"{self.name} must have a `contract` of type Contract after start, not"
@@ -166,7 +168,7 @@ class _Run:
                     f" {self.case.deadline:g} s passed."
                 ) from None
             raise_unless_outcome(error, where)
-            raise SubjectError(f"{where} raised {describe_error(error)}.") from error
+            raise SubjectError(f"{where} raised {describe_error_with_place(error)}.") from error
 
     async def main(self) -> None:
         """Run the case."""
@@ -259,7 +261,7 @@ class _Run:
         except BaseException as error:
             raise_unless_outcome(error, f"The constructor of {self.name}")
             raise SubjectError(
-                f"{self.name} could not be created: {describe_error(error)}."
+                f"{self.name} could not be created: {describe_error_with_place(error)}."
             ) from error
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
         if missing:
@@ -337,7 +339,7 @@ class _Run:
         except BaseException as error:
             raise_unless_outcome(error, where)
             raise SubjectError(
-                f"{where} raised {describe_error(error)} on {type(native).__name__}."
+                f"{where} raised {describe_error_with_place(error)} on {type(native).__name__}."
             ) from error
         rollout = validate_rollout(rollout, where)
         # A stack may name its samples as it likes. The id of another request of this case stays,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.inner_pytest import SUITE, runs, suite, summary
+from tests.support.inner_pytest import runs, suite, summary
 
 
 def test_one_item_per_check_and_one_run_per_subject(fake_runs: pytest.Pytester) -> None:
@@ -399,32 +399,6 @@ def test_a_class_without_subject_is_an_error(fake_runs: pytest.Pytester) -> None
         result.stdout
     )
     assert pytest.ExitCode.OK != result.ret
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("broken", "SubjectError: MyStack.start raised ValueError"),
-        ("bug", "ZeroDivisionError: division"),
-    ],
-)
-def test_a_run_that_cannot_start_is_told_once(
-    fake_runs: pytest.Pytester, kind: str, message: str
-) -> None:
-    """The first item says why, the others refer to it, and the subject is run only once."""
-    fake_runs.makepyfile(SUITE.format(verdicts=kind))
-    result = fake_runs.runpytest_inprocess()
-
-    result.assert_outcomes(failed=4)
-    assert 1 == len(runs(fake_runs))
-    assert 1 == sum(
-        message in line and line.startswith(("E  ", "MyStack could not be run: "))
-        for line in result.outlines
-    )
-    assert 3 == sum(
-        "MyStack could not be run; the first item of this subject says why." == line
-        for line in result.outlines
-    )
 
 
 def test_fixtures_tell_profile_and_seed(pytester: pytest.Pytester) -> None:

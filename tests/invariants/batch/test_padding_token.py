@@ -24,10 +24,14 @@ def test_padding_found_by_token_shows_only_where_a_sample_has_the_token(bug: str
     assert len(cases) - 1 == len(without)
     assert () == judge_batches(_BUGS[bug].make, cases=without).failed
     failed = {result.id for result in judge_batches(_BUGS[bug].make, cases=cases).failed}
-    assert set(_BUGS[bug].detected_by) <= failed <= {
-        *_BUGS[bug].detected_by,
-        *_BUGS[bug].may_fail,
-    }
+    assert (
+        set(_BUGS[bug].detected_by)
+        <= failed
+        <= {
+            *_BUGS[bug].detected_by,
+            *_BUGS[bug].may_fail,
+        }
+    )
 
 
 @pytest.mark.parametrize(("pad_id", "expected"), [(None, 0), (0, 0), (151_643, 151_643)])
