@@ -434,7 +434,7 @@ def _localise(inputs: GapInputs, spec: str) -> Localisation:
     from rollproof.gap.hf_trainer import HfTrainer
     from rollproof.gap.localise.forwards import hf_forward
     from rollproof.gap.localise.localise import localise
-    from rollproof.gap.scored_rollouts import read_samples
+    from rollproof.gap.rollout_samples import read_samples
     from rollproof.replay.hf.inputs import Layout, lay_out
 
     assert inputs.rollout is not None

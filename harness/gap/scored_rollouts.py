@@ -10,7 +10,7 @@ with lists); or from the ``Score`` events of the trace.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -19,17 +19,21 @@ import numpy.typing as npt
 
 from rollproof.core.contract import Provenance
 from rollproof.core.error_text import describe_error_with_place
-from rollproof.core.events.base import Event
-from rollproof.core.events.rollout import Call, Reply, Result
-from rollproof.core.events.training import Score
-from rollproof.core.records import Rollout, Version, spread
+from rollproof.core.records import Rollout, Version
 from rollproof.errors import GapError, RollproofError, SubjectError, UsageError
 from rollproof.gap.column_checks import FloatArray, IntArray
 from rollproof.gap.pair_files import read_columns
+from rollproof.gap.rollout_samples import (
+    Sample,
+    read_samples,
+    require_logprobs,
+    require_routes,
+    samples_with_tokens,
+)
 from rollproof.gap.token_pairs import TokenPairs
 from rollproof.store import open_trace
 
-__all__ = ["GapTrainer", "Sample", "Scored", "join_trace", "read_samples", "score_rollouts"]
+__all__ = ["GapTrainer", "Scored", "join_trace", "score_rollouts"]
 
 _SCORES = "score:"
 _PROVENANCES = tuple(str(provenance) for provenance in Provenance)
@@ -76,61 +80,6 @@ class GapTrainer(Protocol):
         ...
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Sample:
-    """A rollout with what its trace recorded.
-
-    Attributes:
-        rollout: the rollout.
-        replies: the tokens of each delivered reply.
-        scores: the ``Score`` events, by version.
-        temperatures: the temperatures of its calls.
-    """
-
-    rollout: Rollout
-    replies: list[tuple[int, ...]] = field(default_factory=list)
-    scores: dict[Version, FloatArray] = field(default_factory=dict)
-    temperatures: frozenset[float] = frozenset()
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the response."""
-        return len(self.rollout.response_ids)
-
-    @property
-    def versions(self) -> list[Version] | None:
-        """The version of each response token; ``None`` unless all of them have one."""
-        rollout = self.rollout
-        if rollout.token_versions is not None:
-            versions = list(rollout.token_versions)
-        elif rollout.spans:
-            versions = spread(rollout.spans, self.n_tokens)
-        else:
-            versions = [rollout.version] * self.n_tokens
-        incomplete = len(versions) != self.n_tokens or any(version is None for version in versions)
-        # a token without a version could be of any weights, so no age of it is computed
-        return None if incomplete else versions
-
-    @property
-    def distinct_versions(self) -> list[Version]:
-        """The versions of its tokens, each once; ``[None]`` if they are unknown."""
-        versions = self.versions
-        return [None] if versions is None else list(dict.fromkeys(versions))
-
-    @property
-    def since_resume(self) -> IntArray | None:
-        """``(response,)``: tokens since the last call began, -1 in the first call.
-
-        ``None`` if the replies end to end are not the response.
-        """
-        if tuple(token for reply in self.replies for token in reply) != self.rollout.response_ids:
-            return None
-        parts = [np.arange(len(reply)) for reply in self.replies if reply]
-        if not parts:
-            return np.arange(0)
-        return np.concatenate([np.full(len(parts[0]), -1), *parts[1:]])
-
-
 def join_trace(
     trace: Path, trainer: str, *, renamed: Mapping[str, str] | None = None
 ) -> TokenPairs:
@@ -151,7 +100,7 @@ def join_trace(
     samples = read_samples(trace, scorer)
     if not samples:
         raise GapError(f"{trace} holds no finished rollout: there is nothing to compare.")
-    _require_logprobs(samples, f" in {trace}")
+    require_logprobs(samples, f" in {trace}")
     columns = _rollout_columns(samples)
     if scorer is None:
         scores = _file_columns(samples, Path(trainer), dict(renamed or {}))
@@ -191,13 +140,13 @@ def score_rollouts(
         )
     if provenance not in (None, *_PROVENANCES):
         raise UsageError(f"provenance={provenance!r} is not one of: {', '.join(_PROVENANCES)}.")
-    samples = _samples_with_tokens(rollouts)
+    samples = samples_with_tokens(rollouts)
     if provenance is None:
         provenance = "as-sampled"
         if isinstance(rollouts, Path | str):
             provenance = _trace_provenance(Path(rollouts))
     if replay:
-        _require_routes(samples)
+        require_routes(samples)
     sampled_at = getattr(trainer, "sampled_at", None)
     if callable(sampled_at):
         sampled_at(frozenset().union(*(sample.temperatures for sample in samples.values())))
@@ -212,101 +161,6 @@ def score_rollouts(
         columns |= _version_columns(logprobs)
     columns |= _route_columns(samples, scores, latest=provenance == "latest-prefill")
     return TokenPairs.of(**columns)
-
-
-def read_samples(trace: Path, scorer: str | None = None) -> dict[str, Sample]:
-    """Return the finished rollouts of a trace by name, with the scores of ``scorer``.
-
-    The names are ``EPISODE:ID`` if the trace has several episodes.
-    """
-    episodes = [_read_episode(events, scorer) for _, events in open_trace(trace).episodes()]
-    if len(episodes) == 1:
-        return episodes[0]
-    return {
-        f"{number}:{name}": sample
-        for number, episode in enumerate(episodes)
-        for name, sample in episode.items()
-    }
-
-
-def _read_episode(events: Iterable[Event], scorer: str | None) -> dict[str, Sample]:
-    owner: dict[int, str] = {}
-    replies: dict[str, list[tuple[int, ...]]] = {}
-    scores: dict[str, dict[Version, FloatArray]] = {}
-    temperatures: dict[str, set[float]] = {}
-    rollouts: dict[str, Rollout] = {}
-    for event in events:
-        if isinstance(event, Call):
-            owner[event.call_id] = event.request_id
-            temperature = event.sampling.get("temperature")
-            if isinstance(temperature, int | float):
-                temperatures.setdefault(event.request_id, set()).add(float(temperature))
-        # a reply that was lost or delivered twice is no further part of the response
-        elif isinstance(event, Reply) and event.delivered and not event.duplicate:
-            request_id = owner.get(event.call_id, "")
-            replies.setdefault(request_id, []).append(tuple(event.output.token_ids))
-        elif isinstance(event, Result) and event.rollout is not None:
-            rollouts[event.request_id] = event.rollout
-        elif isinstance(event, Score) and event.scorer == scorer:
-            logprobs = np.asarray(event.logprobs, dtype=np.float64)
-            scores.setdefault(event.request_id, {})[event.version] = logprobs
-    return {
-        name: Sample(
-            rollout=rollout,
-            replies=replies.get(name, []),
-            scores=scores.get(name, {}),
-            temperatures=frozenset(temperatures.get(name, ())),
-        )
-        for name, rollout in rollouts.items()
-    }
-
-
-def _samples_with_tokens(rollouts: Iterable[Rollout] | Path | str) -> Mapping[str, Sample]:
-    """Return the rollouts that have a response, by name."""
-    if isinstance(rollouts, Path | str):
-        samples = read_samples(Path(rollouts))
-    elif isinstance(rollouts, Iterable):
-        samples = _samples_of_records(rollouts)
-    else:
-        raise UsageError(
-            "rollouts must be records (rollproof.Rollout) or the path of a trace, not a"
-            f" {type(rollouts).__name__}."
-        )
-    if not any(sample.n_tokens for sample in samples.values()):
-        raise GapError("There is no rollout with a response token: there is nothing to compare.")
-    _require_logprobs(samples)
-    return {name: sample for name, sample in samples.items() if sample.n_tokens}
-
-
-def _samples_of_records(rollouts: Iterable[Rollout]) -> dict[str, Sample]:
-    samples: dict[str, Sample] = {}
-    for rollout in rollouts:
-        if not isinstance(rollout, Rollout):
-            raise GapError(f"A rollout must be a rollproof.Rollout, not {type(rollout).__name__}.")
-        if rollout.request_id in samples:
-            raise GapError(
-                f"Two rollouts are called {rollout.request_id!r}: give each its own request_id."
-            )
-        samples[rollout.request_id] = Sample(rollout=rollout)
-    return samples
-
-
-def _require_logprobs(samples: Mapping[str, Sample], place: str = "") -> None:
-    lacking = [name for name, sample in samples.items() if sample.rollout.logprobs is None]
-    if lacking:
-        raise GapError(
-            f"{len(lacking):,} of {len(samples):,} rollouts{place} have no logprobs (the first:"
-            f" {lacking[0]}): record them with logprobs."
-        )
-
-
-def _require_routes(samples: Mapping[str, Sample]) -> None:
-    lacking = [name for name, sample in samples.items() if sample.rollout.routes is None]
-    if lacking:
-        raise GapError(
-            f"{len(lacking):,} of {len(samples):,} rollouts have no routes to replay (the first:"
-            f" {lacking[0]}): record them with routes."
-        )
 
 
 def _require_lengths(lengths: Mapping[str, tuple[int, int]], source: str) -> None:
