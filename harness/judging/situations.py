@@ -29,27 +29,14 @@ from rollproof.core.events.rollout import (
 from rollproof.core.events.training import Batch
 from rollproof.core.records import FinishReason, Request, Rollout, Version
 from rollproof.core.replay_contract import Recompute
+from rollproof.judging.situation_names import FAULTS, LIMITS, PLACES
 
 if TYPE_CHECKING:
     from rollproof.core.limits import RolloutLimits
     from rollproof.core.trace import Header
 
-__all__ = ["SITUATIONS", "ReplaySituationCounter", "SituationCounter"]
+__all__ = ["ReplaySituationCounter", "SituationCounter"]
 
-_FAULTS = {
-    "lost-reply": "lost replies",
-    "late-reply": "late replies",
-    "broken-stream": "streams that may not have been read to their end",
-    "duplicate-reply": "duplicate replies",
-    "reject": "rejected calls",
-    "death": "server deaths",
-    "revive": "server revivals",
-    "update-hung": "weight updates that hung",
-    "leave": "replicas that left the balancer",
-    "join": "replicas that joined the balancer again",
-}
-_LIMITS = ("response", "length", "context", "turns", "turn_tokens", "answer")
-_PLACES = {-1: "one below", 0: "at", 1: "one above"}
 _DISTRIBUTION = (
     "top_p",
     "top_k",
@@ -60,151 +47,8 @@ _DISTRIBUTION = (
 )
 _MANY = 64
 _DEEP = -32.0
-SITUATIONS = frozenset(
-    (
-        (
-            "requests"
-        ), (
-            "requests in parallel with others"
-        ), (
-            "requests aborted twice or more"
-        ), (
-            "requests dropped"
-        ), (
-            "requests that hung"
-        ),
-        (
-            "requests that ended with an error"
-        ), (
-            "multi-turn rollouts"
-        ), (
-            "rollouts across two or more updates"
-        ),
-        (
-            "engine calls"
-        ), (
-            "calls across a weight version"
-        ), (
-            "calls frozen by a pause"
-        ), (
-            "calls lost with their server"
-        ),
-        (
-            "calls while replicas were out of step"
-        ), (
-            "preemptions"
-        ), (
-            "prefills again after a pause"
-        ), (
-            "prefix-cache hits"
-        ),
-        (
-            "tokens sampled"
-        ), (
-            "route rows"
-        ), (
-            "zero-token segments"
-        ), (
-            "resumes"
-        ), (
-            "resumes across a weight version"
-        ),
-        (
-            "aborts before the first token"
-        ), (
-            "aborts while queued"
-        ), (
-            "aborts on the last token"
-        ), (
-            "aborts mid-decode"
-        ),
-        (
-            "aborts of nothing in flight"
-        ), (
-            "ends of sequence on the last token"
-        ), (
-            "ends of sequence before the budget"
-        ), (
-            "budgets exhausted"
-        ),
-        (
-            "natural ends"
-        ), (
-            "labels published without weights"
-        ), (
-            "weight updates while idle"
-        ), (
-            "weight updates while calls ran"
-        ),
-        (
-            "weight updates between calls"
-        ), (
-            "weight updates without a label"
-        ), (
-            "identity updates"
-        ), (
-            "failed weight updates"
-        ),
-        (
-            "starts from a later weight version"
-        ), (
-            "logprobs below -32"
-        ), (
-            "logprobs of exactly 0"
-        ),
-        (
-            "prompts with the end token inside"
-        ), (
-            "responses with the end token inside"
-        ), (
-            "64 requests at once"
-        ), (
-            "requests aborted more than ten times"
-        ),
-        (
-            "weight transfers of several steps"
-        ), (
-            "pauses that take effect later"
-        ), (
-            "calls on a replica with older weights"
-        ), (
-            "resumes under older weights"
-        ),
-        (
-            "replies without routes"
-        ), (
-            "replies without logprobs"
-        ), (
-            "calls after a reply without routes"
-        ), (
-            "calls after a reply without logprobs"
-        ),
-        (
-            "turns cut with answers left"
-        ), (
-            "answers of the environment after a cut turn"
-        ), (
-            "replies without text over HTTP"
-        ), (
-            "requests with top-p, top-k, min-p or penalties"
-        ), (
-            "equal requests of a group"
-        ),
-        (
-            "samples in batches"
-        ), (
-            "samples in batches with the padding token inside"
-        ),
-        *(
-            f"{name} limit, {place}" for name in _LIMITS for place in _PLACES.values()
-        ),
-        "broken weight transfers", *_FAULTS.values(),
-        *(f"pauses, mode {mode}" for mode in PauseMode),
-    )
-)  # fmt: skip
-"""The names of all situations of rollouts and batches that are counted."""
-# Calls frozen by these pauses continue after the resume; an aborting pause ends them.
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT)
+# Calls frozen by these pauses continue after the resume; an aborting pause ends them.
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
@@ -346,10 +190,10 @@ class SituationCounter:
             "turn_tokens": [single],
             "answer": [len(answer) for answer in request.turns],
         }
-        for name in _LIMITS:
+        for name in LIMITS:
             limit: int | None = getattr(limits, name)
             for size in sizes[name]:
-                place = None if size is None or limit is None else _PLACES.get(size - limit)
+                place = None if size is None or limit is None else PLACES.get(size - limit)
                 if place is not None:
                     self._add(f"{name} limit, {place}")
 
@@ -362,7 +206,7 @@ class SituationCounter:
         if missing == 0 and request.turns < len(request.request.turns):
             self._add("response limit, one above")
         if missing in (0, 1):
-            self._add(f"response limit, {_PLACES[-missing]}")
+            self._add(f"response limit, {PLACES[-missing]}")
 
     def _call(self, event: Call) -> None:
         self._add("engine calls")
@@ -516,7 +360,7 @@ class SituationCounter:
                 "failed weight updates" if event.server_id is None else "broken weight transfers"
             )
             return
-        self._add(_FAULTS.get(event.what, event.what))
+        self._add(FAULTS.get(event.what, event.what))
         if event.what == "death" and event.server_id is not None:
             self._server(event.server_id).busy = 0
             lost = [

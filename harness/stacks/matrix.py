@@ -39,7 +39,7 @@ from rollproof.core.files import read_toml
 from rollproof.errors import ExpectationError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.known_failures import KnownFailure
-from rollproof.judging.situations import SITUATIONS
+from rollproof.judging.situation_names import SITUATIONS
 from rollproof.stacks.releases import STACKS, verdicts_file
 from rollproof.verification.expected_failures import Outcome
 

@@ -19,7 +19,7 @@ from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.known_failures import KnownFailure, apply_known_failures
 from rollproof.judging.report import Report
-from rollproof.judging.situations import SITUATIONS
+from rollproof.judging.situation_names import SITUATIONS
 from rollproof.store import load_trace
 from rollproof.verification.reports import merge_reports
 from rollproof.verification.rollouts import run_conformance

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from rollproof.core.subjects import SubjectFactory
 from rollproof.fakes.clients.reference_clients import REFERENCES
 from rollproof.fakes.trainers.reference_batches import Collator
-from rollproof.judging.situations import SITUATIONS
+from rollproof.judging.situation_names import SITUATIONS
 from rollproof.verification.batches import record_batches
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.reports import situations
