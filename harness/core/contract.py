@@ -382,15 +382,17 @@ class Contract:
                 " what a reply lacks. Declare missing_logprobs ('nan' or 'masked') for logprobs, a"
                 " filler for rows, or reply_gaps=False."
             )
+        return problems + self._route_contradictions()
+
+    def _route_contradictions(self) -> list[str]:
         if not self.has_routes:
             declared = [name for name in _ROUTE_FIELDS if getattr(self, name) is not None]
-            if declared:
-                problems.append(
-                    f"rows='none' contradicts the declared {declared}: drop them, or declare the"
-                    " rows."
-                )
-            return problems
-        problems += [
+            if not declared:
+                return []
+            return [
+                f"rows='none' contradicts the declared {declared}: drop them, or declare the rows."
+            ]
+        problems = [
             f"{name}={getattr(self, name)!r} must be a whole number >= 1."
             for name in ("num_layers", "num_experts", "top_k")
             if not _is_int(getattr(self, name), 1)

@@ -46,7 +46,8 @@ def uncut_rows(view: RequestView, evidence: RouteEvidence) -> int:
 
 def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
     """Return why a sample has its number of rows, as far as the replies show."""
-    rows, allowed, contract = evidence.rows, evidence.row_counts[-1], view.contract
+    rows, allowed = evidence.rows, evidence.row_counts[-1]
+    where = {"position": evidence.start + min(rows, allowed)}
     # The rows of an answer from a cache are those of another sequence, whatever their number.
     if view.uncalled:
         return CountCause(
@@ -55,15 +56,25 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
                 "The rows are not those of this prompt and response: stitch.sampled-by-engine says"
                 " where the sample came from."
             ),
-            where={"position": evidence.start + min(rows, allowed)},
+            where=where,
         )
     arrays = _arrays(view)
     # The most frequent fault of the field comes first: arrays concatenated on resume (verl #6029,
     # AReaL InfBridge).
-    joined_cause = _joined(rows, arrays)
-    if joined_cause is not None:
-        return joined_cause
-    where = {"position": evidence.start + min(rows, allowed)}
+    return (
+        _joined(rows, arrays)
+        or _other_tokens(view, evidence, where)
+        or _last_row(evidence, where)
+        or _segment_without_rows(view, rows, arrays, where)
+        or _partial_array(view, evidence, arrays, where)
+    )
+
+
+def _other_tokens(
+    view: RequestView, evidence: RouteEvidence, where: Mapping[str, int]
+) -> CountCause | None:
+    """Explain the count as the rows of a longer response, or of another first position."""
+    rows, allowed = evidence.rows, evidence.row_counts[-1]
     # verl #6089: 18057 rows for 17804 tokens, since the response was cut and its rows were not.
     if evidence.cut and rows == uncut_rows(view, evidence):
         return CountCause(
@@ -108,6 +119,12 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
             ),
             where={"position": evidence.start},
         )
+    return None
+
+
+def _last_row(evidence: RouteEvidence, where: Mapping[str, int]) -> CountCause | None:
+    """Explain the count by the row of the last token, which no forward pass computed."""
+    rows, allowed, contract = evidence.rows, evidence.row_counts[-1], evidence.contract
     # Engines differ in whether they return a row for the last token, which no forward pass
     # computed.
     if rows == allowed + 1 and contract.rows is Rows.FORWARDED:
@@ -128,6 +145,13 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
             hint="Append the declared final_row, or declare rows='T-1'. Same cause: slime #1045.",
             where=where,
         )
+    return None
+
+
+def _segment_without_rows(
+    view: RequestView, rows: int, arrays: Mapping[int, int], where: Mapping[str, int]
+) -> CountCause | None:
+    """Explain the count by a segment for which the engine returned no rows."""
     empty = [
         number
         for number, segment in enumerate(view.segments)
@@ -148,7 +172,7 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
                 " rows that you have: the next call computes the row of a segment's last"
                 " token."
             ),
-            where=where | {"segment": number},
+            where={**where, "segment": number},
         )
     if empty:
         return CountCause(
@@ -164,7 +188,7 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
             ),
             where=where,
         )
-    return _partial_array(view, evidence, arrays, where)
+    return None
 
 
 def _lacking_tokens(view: RequestView) -> int:
