@@ -107,13 +107,12 @@ def upstream(session: nox.Session) -> None:
 
     Without a version it judges every pinned release in turn. An unexpected failure or pass is an
     error. `--write` stores the results in docs/stack_results, from which docs/stacks.md is made.
+    `--track-record` repeats the runs that docs/track-record.md names of each release, too.
     """
     # The environment starts empty: packages that another stack needs would hide what this one
     # lacks.
     arguments = list(session.posargs)
-    write = "--write" in arguments
-    if write:
-        arguments.remove("--write")
+    write, record = (_removed(arguments, option) for option in ("--write", "--track-record"))
     if not arguments or arguments[0].startswith("-"):
         session.error("Name a stack: nox -s upstream -- NAME[==VERSION].")
     name, _, version = arguments.pop(0).partition("==")
@@ -124,7 +123,7 @@ def upstream(session: nox.Session) -> None:
             f"{name}=={version} has no pinned verdicts; these releases have: {', '.join(pinned)}."
             " `nox -s verify` judges any release."
         )
-    install(session)
+    install(session, *(["test"] if record else []))
     distribution = _install_needs(session, name, arguments)
     for release in [version] if version or distribution is None else pinned:
         if distribution is not None:
@@ -135,6 +134,23 @@ def upstream(session: nox.Session) -> None:
         session.run(*command, *arguments, success_codes=[0, 1] if write else [0])
         if write:
             session.run("python", "-m", "tools.docs.stacks_page", str(report))
+        if record:
+            _repeat_recorded_runs(session, name, release, _value(arguments, "--checkout"))
+
+
+def _repeat_recorded_runs(
+    session: nox.Session, name: str, release: str, checkout: str | None
+) -> None:
+    """Run the tests of the column "found by" of docs/track-record.md for an installed release."""
+    variable = f"ROLLPROOF_{name.upper().replace('-', '_')}"
+    session.run(
+        *("pytest", "-o", "faulthandler_timeout=0", "tests/stacks/test_found_by.py"),
+        # the ids begin with stack and release
+        *("-k", f"a_run_of_the_release and {name}-{release}"),
+        env={variable: str(Path(checkout).resolve())} if checkout else {},
+        # 5: nothing is known to be found in this release
+        success_codes=[0, 5],
+    )
 
 
 @nox.session
@@ -319,6 +335,14 @@ def _pinned(version: str, pinned: list[str]) -> bool:
         len(version) >= 7
         and any(pin.startswith(version) or version.startswith(pin) for pin in pinned)
     )
+
+
+def _removed(arguments: list[str], option: str) -> bool:
+    """Remove ``option`` from the arguments; returns whether it was there."""
+    found = option in arguments
+    if found:
+        arguments.remove(option)
+    return found
 
 
 def _value(arguments: list[str], option: str) -> str | None:

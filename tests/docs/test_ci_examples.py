@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollproof.plugin import OPTIONS
+from rollproof.stacks import STACKS, release_of
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
@@ -79,15 +80,36 @@ def test_what_a_workflow_names_exists(path: Path) -> None:
     assert all((ROOT / name).is_file() for name in re.findall(r"docs/ci/\w+\.py", text))
 
 
-def test_the_cpu_workflow_runs_each_python_of_the_classifiers() -> None:
-    """A Python that the package claims to support is tested, in the workflow and in nox."""
+@pytest.mark.parametrize(("workflow", "job"), [("cpu", "tests"), ("nightly", "pythons")])
+def test_workflows_run_each_python_of_the_classifiers(workflow: str, job: str) -> None:
+    """A Python that the package claims to support is tested with each change and every night."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     prefix = "Programming Language :: Python :: "
     versions = [
         name.removeprefix(prefix) for name in project["classifiers"] if name.startswith(prefix)
     ]
-    matrix = read(OURS / "cpu.yml")["jobs"]["tests"]["strategy"]["matrix"]
-    assert versions == matrix["python"]
+    assert versions == read(OURS / f"{workflow}.yml")["jobs"][job]["strategy"]["matrix"]["python"]
+
+
+def test_the_nightly_workflow_judges_every_stack() -> None:
+    """Released ones by name, those that are on no package index at the commit of their adapter."""
+    jobs = read(OURS / "nightly.yml")["jobs"]
+    releases = [release_of(name) for name in STACKS]
+    assert {release.stack for release in releases if release.repository is None} == set(
+        jobs["stacks"]["strategy"]["matrix"]["stack"]
+    )
+    expected = {
+        (release.stack, release.repository, release.versions[-1])
+        for release in releases
+        if release.repository is not None
+    }
+    assert expected == {
+        (entry["stack"], entry["repository"], entry["commit"])
+        for entry in jobs["checkouts"]["strategy"]["matrix"]["include"]
+    }
+    for name in ("stacks", "checkouts"):
+        (step,) = (step for step in jobs[name]["steps"] if "nox" in step.get("run", ""))
+        assert "--track-record" in step["run"]
 
 
 def test_the_gpu_workflow_runs_every_suite_and_requires_gpus() -> None:

@@ -147,7 +147,12 @@ def test_every_failing_check_of_the_matrix_is_in_a_cell(stack: str) -> None:
     assert set() == expected - said
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.stack}-{run.profile}-{run.seed}")
+@pytest.mark.parametrize(
+    # `nox -s upstream -- NAME --track-record` selects those of a release
+    "run",
+    RUNS,
+    ids=lambda run: f"{run.stack}-{run.version}-{run.profile}-{run.seed}",
+)
 def test_a_run_of_the_release_finds_what_the_cells_say(run: Run, tmp_path: Path) -> None:
     """In each part, each kind of finding, in a case in which the fault of the row can occur."""
     report = judged(run, tmp_path)
