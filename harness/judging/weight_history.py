@@ -45,6 +45,7 @@ class WeightHistory:
     _named_at: dict[tuple[str, Version], int] = field(default_factory=dict)
     _unlabelled: set[Version] = field(default_factory=set)
     _first_published: dict[Version, int] = field(default_factory=dict)
+    _of_stack: set[Key] = field(default_factory=set)
 
     @property
     def labels(self) -> frozenset[Version]:
@@ -72,6 +73,12 @@ class WeightHistory:
         # publishes their label.
         return frozenset(history._carried.get(version, ())).difference(self.labels_of(version))
 
+    def is_known_to_stack(self, label: Version) -> bool:
+        """Return whether the stack was asked to publish a label, or did: others are those that the
+        harness published without it.
+        """
+        return key(label) in self._of_stack
+
     def asked(self, update: Update) -> None:
         """Take in that an update was asked for, or has ended: its label is that of its weights."""
         if update.label is None:
@@ -79,6 +86,7 @@ class WeightHistory:
             self._last = None
             return
         label = key(update.label)
+        self._of_stack.add(label)
         if update.phase is UpdatePhase.ASKED:
             self._open[label] = update.version
             self._last = (label, update.version)
@@ -90,6 +98,8 @@ class WeightHistory:
         if self.is_misplaced(event):
             self._misplaced.add(len(self.updates))
             self._misplaced_at.add((event.server_id, key(event.label)))
+        if event.label is not None and not event.by_harness:
+            self._of_stack.add(key(event.label))
         self.updates.append(event)
 
     def is_misplaced(self, event: Weights) -> bool:

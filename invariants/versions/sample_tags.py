@@ -412,14 +412,23 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
         for part, labels in candidates
         if labels and max(ranks[label] for label in labels) < ranks[key(low)]
     ]
-    newer = [
-        part
+    above = [
+        (part, labels)
         for part, labels in candidates
         if labels and min(ranks[label] for label in labels) > ranks[key(high)]
     ]
-    if newer and case_actions(view.header, "skew", "lag"):
+    if above and case_actions(view.header, "skew", "lag"):
         # The stack was not told of these weights, so that its counter cannot bound them.
         out.absent(SKEWED)
+        return
+    newer = [
+        part
+        for part, labels in above
+        if any(view.history.is_known_to_stack(label) for label in labels)
+    ]
+    if above and not newer:
+        # nor of a label that the case published, if the stack loaded these weights without one
+        out.absent("the case itself published the labels of these weights (relabel)")
         return
     if not count_samplers(parts, out) or not (older or newer):
         return

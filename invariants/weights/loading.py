@@ -40,6 +40,8 @@ class _Asked:
     broken: Servers to which a transfer has broken since.
     served: Whether a server has shown that it serves its weights, or newer ones.
     ended: The index of its end.
+    least: The oldest weights that an update which was asked for since wanted, if they are older
+        than its own: then they may replace its own.
     """
 
     event: Update
@@ -51,11 +53,17 @@ class _Asked:
     broken: set[str] = field(default_factory=set)
     served: bool = False
     ended: int = 0
+    least: Version = None
 
     @property
     def version(self) -> Version:
         """The weights that it asked for."""
         return self.event.version
+
+    @property
+    def required(self) -> Version:
+        """The oldest weights that are new enough."""
+        return self.version if self.least is None else self.least
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,10 @@ class WeightsUpdateLoads(EndAwareCheck):
         if event.phase is UpdatePhase.ASKED:
             for other in self._open:
                 other.overlapped = True
+            # The newest weights may be asked for without a label while a labelled update waits.
+            for earlier in (*self._open, *self._due.values()):
+                if _is_older(event.version, earlier.required):
+                    earlier.least = event.version
             self._open.append(_Asked(event, set(self._out), bool(self._open)))
             return
         # Without a label an update cannot be told from another one: the oldest asked for least.
@@ -164,7 +176,7 @@ class WeightsUpdateLoads(EndAwareCheck):
         # A call that was on its way when the update ended may have been sent before it was asked.
         if update is None or (sent < update.ended and paused < update.event.index):
             return
-        if _is_older(held, update.version):
+        if _is_older(held, update.required):
             # Only the first call is reported. What the server loads later may say more of it.
             self._due = {name: due for name, due in self._due.items() if due is not update}
             self._stale.append(

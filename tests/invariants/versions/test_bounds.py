@@ -125,6 +125,19 @@ def test_weights_of_which_the_stack_was_not_told_are_not_its_to_bound() -> None:
     assert "fail" == check(ID, trace).verdict
 
 
+def test_labels_that_only_the_case_published_are_not_the_stacks_to_count() -> None:
+    """The stack loaded weights without a label, and the case published one for them."""
+    story = script_rollout(OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": 1})
+    for by_harness, verdict in ((True, "unknown"), (False, "fail")):
+        events = [
+            replace(event, by_harness=by_harness)
+            if isinstance(event, Weights) and event.version == 2
+            else event
+            for event in story.trace().events
+        ]
+        assert verdict == check(ID, story.trace().with_events(events)).verdict
+
+
 def test_bounds_are_asked_for_also_where_engines_show_no_version() -> None:
     """They are counters of the stack's own."""
     part = ScriptedCall(tokens=(11,), version=1, shown=None, reason="stop")

@@ -73,6 +73,25 @@ def test_a_call_that_was_on_its_way_when_the_update_ended_is_not_judged() -> Non
     passes(ID, _served(script), updates_that_ended=1)
 
 
+def test_older_weights_that_were_asked_for_later_may_replace_newer_ones() -> None:
+    """An update without a label takes the newest weights, and updates that wait have labels of
+    older ones: whoever runs them in order loads older weights after newer ones. Weights that are
+    older than all of these are still too old.
+    """
+    for loaded, found in ((3, False), (2, True)):
+        script = _fleet().add(
+            _update(UpdatePhase.ASKED, 4, None),
+            _update(UpdatePhase.ASKED, 3, 3),
+            _update(UpdatePhase.ASKED, 4, 4),
+        )
+        script.weights(4, label=None)
+        script.add(_update(UpdatePhase.ENDED, 4, None))
+        script.weights(loaded)
+        _served(script, "s0").weights(4)
+        script.add(_update(UpdatePhase.ENDED, 3, 3), _update(UpdatePhase.ENDED, 4, 4))
+        (finds if found else passes)(ID, _served(script, "s00"))
+
+
 def test_a_call_that_waited_for_the_update_is_judged() -> None:
     """The server was paused for the update, and resumed without its weights."""
     script = _fleet().add(_update(UpdatePhase.ASKED)).pause()
