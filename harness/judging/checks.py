@@ -130,6 +130,8 @@ class Check:
     about: The kind of traces that it judges (``Header.about``).
     also: Other kinds of traces that it judges.
     applies: Returns why a contract rules the check out.
+    reads_calls: Whether it reads the engine calls of a request. If it does, it cannot judge a
+        request whose calls are not known.
     request: The function of a request check.
     trace: The class of a trace check.
     """
@@ -141,6 +143,7 @@ class Check:
     about: str = "rollouts"
     also: tuple[str, ...] = ()
     applies: Applies | None = None
+    reads_calls: bool = True
     request: RequestJudge | None = None
     trace: TraceJudge | None = None
 
@@ -165,6 +168,7 @@ def request_check(
     needs: str,
     exercised_by: str | tuple[str, ...],
     applies: Applies | None = None,
+    reads_calls: bool = True,
 ) -> Callable[[RequestJudge], Check]:
     """Make a ``Check`` of a function ``(view, out)`` that is called once per ended request."""
 
@@ -175,6 +179,7 @@ def request_check(
             needs=needs,
             exercised_by=_as_tuple(exercised_by),
             applies=applies,
+            reads_calls=reads_calls,
             request=judge,
         )
 

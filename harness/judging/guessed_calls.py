@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollproof.core.records import FinishReason
-from rollproof.judging.races import explains, set_aside_losers, set_attempts
+from rollproof.judging.races import explains, fit_together, set_aside_losers, set_attempts
 
 if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
@@ -44,6 +44,7 @@ class GuessedCalls:
         """
         self._settle(view, others)
         set_aside_losers(view)
+        _set_aside_lost(view)
         # without a sample nothing shows that the calls were its own
         doubtful = view.set_aside if _has_tokens(view) else view.every_call
         open_ids = {other.request.request_id for other in others}
@@ -71,6 +72,11 @@ class GuessedCalls:
         for other in others:
             elsewhere += [call for call in other.attempts if name in call.call.candidates]
         own = [call for call in view.attempts if call.call.candidates]
+        if not _has_tokens(view):
+            # and nothing shows whose calls are that a request without a sample may have made
+            shared = [call for call in own if call.call.candidates != (name,)]
+            view.unattributed_calls = bool(shared or elsewhere)
+            return
         named = {candidate for call in own for candidate in call.call.candidates}
         starving = any(not twin.attempts and twin.request.request_id in named for twin in others)
         doubtful = starving or any(not call.call.request_id for call in elsewhere)
@@ -97,7 +103,7 @@ class GuessedCalls:
             if len(kept) == len(before):
                 continue
             # without a sample, calls that fit each other are taken for its own
-            if guessed is foreign and not _has_tokens(view) and _fit_together(view):
+            if guessed is foreign and not _has_tokens(view) and fit_together(view):
                 continue
             set_attempts(view, kept)
             if kept and explains(view):
@@ -145,9 +151,21 @@ class GuessedCalls:
         return False
 
 
-def _fit_together(view: RequestView) -> bool:
-    """Return whether each call of a request continues what was known."""
-    return all(step.continues or step.turn for step in view.stitched.steps)
+def _set_aside_lost(view: RequestView) -> None:
+    """Set aside guessed calls whose replies were lost: they may explain what others were made for,
+    and nothing more, since nothing shows whose they were.
+    """
+    name = view.request.request_id
+    lost = [
+        call
+        for call in view.attempts
+        if call.call.candidates not in ((), (name,))
+        and not _arrived(call)
+        and not _continues(view, call)
+    ]
+    if lost and _has_tokens(view):
+        view.set_aside += lost
+        set_attempts(view, [call for call in view.attempts if call not in lost])
 
 
 def _brought(attempt: Attempt) -> bool:
@@ -158,6 +176,12 @@ def _brought(attempt: Attempt) -> bool:
 def _arrived(attempt: Attempt) -> bool:
     """Return whether the tokens of a call reached the stack: nothing shows whose a lost one was."""
     return attempt.consumed is not None and bool(attempt.consumed.output.token_ids)
+
+
+def _continues(view: RequestView, attempt: Attempt) -> bool:
+    """Return whether a call sends tokens that others of its request brought."""
+    sent = attempt.call.prompt_ids
+    return len(sent) > len(view.request.prompt_ids) and view.total_ids[: len(sent)] == sent
 
 
 def _has_tokens(view: RequestView) -> bool:

@@ -49,7 +49,7 @@ from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.preceding_events import PrecedingEvents
 from rollproof.judging.races import set_aside_losers
 from rollproof.judging.registry import Registry
-from rollproof.judging.request_view import RequestView
+from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
 
 __all__ = ["Judge", "Judgement", "Tally"]
 
@@ -59,9 +59,6 @@ _NEIGHBOURS = 16
 _PLANS = 256
 OVERLAPPING_CALLS = (
     "Calls of one prompt overlapped (hedging): the trace does not show which answer the stack used."
-)
-UNATTRIBUTED_CALLS = (
-    "These engine calls cannot be attributed to a request; set `request_id` on the EngineCall."
 )
 _KINDS = tuple(EVENT_KINDS.values())
 _Reader: TypeAlias = "Callable[[Any, Any, Collector], None]"
@@ -407,7 +404,7 @@ class Judge:
         undecided_race = view.undecided_race
         self._preceding.view = view
         for check, collector in self._plan.requests:
-            if view.unattributed_calls:
+            if view.unattributed_calls and collector.check.reads_calls:
                 collector.skipped(UNATTRIBUTED_CALLS)
                 continue
             # The lifecycle family says what may happen to such calls, so it still judges them.

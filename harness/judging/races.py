@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["explains", "set_aside_losers", "set_attempts"]
+__all__ = ["explains", "fit_together", "set_aside_losers", "set_attempts"]
 
 _PROMPT = ("lost-reply", "duplicate-reply")
 """Faults of a reply that do not delay it: another call was then made without waiting for it."""
@@ -69,6 +69,11 @@ def explains(view: RequestView) -> bool:
     return answer
 
 
+def fit_together(view: RequestView) -> bool:
+    """Return whether each call of a request continues what was known."""
+    return all(step.continues or step.turn for step in view.stitched.steps)
+
+
 def set_attempts(view: RequestView, attempts: Sequence[Attempt]) -> None:
     """Give a view these attempts, numbered anew."""
     view.attempts[:] = attempts
@@ -106,7 +111,7 @@ def _kept(view: RequestView) -> tuple[list[Attempt], bool]:
                 if call is not winner and (call.consumed or _same_instant(winner, call))
             ]
         else:
-            undecided = undecided or all(_prompt(call) for call in race)
+            undecided = undecided or not _is_retry(race)
     kept = [call for call in view.attempts if id(call) not in losers]
     return [call for call in kept if not _given_up(call, kept)], undecided
 
@@ -171,8 +176,10 @@ def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None,
         return None, True
     shown = _shown(view, race)
     if shown is None:
-        # neither a call nor a sample came of it: no reply matters more than the first
-        return min(received, key=_moment), not any(call.faults for call in race)
+        # neither a call nor a sample came of it: an abort is why a sample was dropped, and else no
+        # reply matters more than the first
+        best = min(received, key=lambda call: (not _is_aborted(call), _moment(call)))
+        return best, not _is_retry(race)
     start = len(race[0].call.prompt_ids)
     fits = {id(call): _fit(call, shown, start) for call in received}
     best = max(received, key=lambda call: (*fits[id(call)], *_likely(call, shown, start)))
@@ -195,15 +202,24 @@ def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None,
 
 def _shown(view: RequestView, race: Sequence[Attempt]) -> _Shown | None:
     prompt = race[0].call.prompt_ids
-    first = min(call.consumed.index for call in race if call.consumed is not None)
+    moments = [call.consumed.index for call in race if call.consumed is not None]
+    empty = any(call.consumed and not call.consumed.output.token_ids for call in race)
     for call in view.attempts:
         sent = call.call.prompt_ids
-        if call.call.index > first and sent[: len(prompt)] == prompt != sent:
+        if call.call.index <= min(moments) or sent[: len(prompt)] != prompt:
+            continue
+        # The same prompt after the race shows that a reply without tokens was used.
+        if sent != prompt or (empty and call.call.index > max(moments)):
             return _Shown(sent, call.call.index, None, final=False)
     rollout, result = view.rollout, view.result
     if rollout is None or result is None:
         return None
     return _Shown(view.total_ids, result.index, rollout.finish_reason, final=True)
+
+
+def _is_aborted(call: Attempt) -> bool:
+    reply = call.consumed
+    return reply is not None and reply.output.finish_reason is FinishReason.ABORT
 
 
 def _fit(call: Attempt, shown: _Shown, start: int) -> tuple[bool, int]:
@@ -255,7 +271,25 @@ def _alike(one: Attempt, other: Attempt) -> bool:
     a, b = one.consumed, other.consumed
     assert a is not None
     assert b is not None
-    return not (_prompt(one) and _prompt(other)) or _equal(a.output, b.output)
+    if not a.output.token_ids and not b.output.token_ids:
+        return a.output.finish_reason is b.output.finish_reason
+    return _is_retry((one, other)) or _equal(a.output, b.output)
+
+
+def _is_retry(calls: Sequence[Attempt]) -> bool:
+    """Return whether each call but the first was made when a fault had delayed an earlier one."""
+    in_order = sorted(calls, key=_called)
+    return all(
+        any(_delayed(earlier, later) for earlier in in_order[:number])
+        for number, later in enumerate(in_order)
+        if number
+    )
+
+
+def _delayed(earlier: Attempt, later: Attempt) -> bool:
+    return any(
+        fault.what not in _PROMPT and fault.index < later.call.index for fault in earlier.faults
+    )
 
 
 def _equal(a: EngineOutput, b: EngineOutput) -> bool:
@@ -274,11 +308,6 @@ def _same_array(a: object, b: object) -> bool:
     return bool(np.array_equal(np.asarray(a), np.asarray(b)))
 
 
-def _prompt(call: Attempt) -> bool:
-    """Return whether no fault delayed the reply."""
-    return all(fault.what in _PROMPT for fault in call.faults)
-
-
 def _called(call: Attempt) -> int:
     return call.call.index
 
@@ -290,22 +319,23 @@ def _moment(call: Attempt) -> int:
 
 def _set_aside_speculation(view: RequestView) -> None:
     """Set aside calls that were made before the environment had answered, if the others make the
-    sample without them.
+    sample without them, or continue each other if there is no sample.
     """
-    if view.rollout is None or not (view.request.turns or view.observations):
+    if not view.attempts or not (view.request.turns or view.observations):
         return
     before = list(view.attempts)
+    delivered = view.rollout is not None
+    shown = view.total_ids if delivered else before[-1].call.prompt_ids
     guesses = [
         call
         for call in before
-        if view.total_ids[: len(call.call.prompt_ids)] != call.call.prompt_ids
-        and _after_turn(view, call)
+        if shown[: len(call.call.prompt_ids)] != call.call.prompt_ids and _after_turn(view, call)
     ]
     if not guesses:
         return
     kept = [call for call in before if call not in guesses]
     set_attempts(view, kept)
-    if kept and _explains(view):
+    if kept and (_explains(view) if delivered else fit_together(view)):
         view.set_aside += guesses
     else:
         set_attempts(view, before)

@@ -19,7 +19,11 @@ from rollproof.judging.attempt import Attempt
 from rollproof.judging.stitching import Stitched, stitch
 from rollproof.judging.weight_history import WeightHistory
 
-__all__ = ["RequestView"]
+__all__ = ["UNATTRIBUTED_CALLS", "RequestView"]
+
+UNATTRIBUTED_CALLS = (
+    "These engine calls cannot be attributed to a request; set `request_id` on the EngineCall."
+)
 
 
 class RequestView:
@@ -133,6 +137,11 @@ class RequestView:
     def every_call(self) -> list[Attempt]:
         """The attempts and the calls that were set aside, in order."""
         return sorted([*self.attempts, *self.set_aside], key=_call_index)
+
+    @property
+    def undecided_calls(self) -> bool:
+        """Whether it is not known which calls made the sample."""
+        return self.unattributed_calls or self.undecided_race
 
     @property
     def uncalled(self) -> bool:

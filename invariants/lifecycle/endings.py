@@ -31,7 +31,7 @@ from rollproof.invariants._shared.event_check import (
 from rollproof.invariants._shared.phrases import count
 from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
-from rollproof.judging.request_view import RequestView
+from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
 from rollproof.judging.stitching import stitch
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ lifecycle_ends_once: Check = trace_check(
     promise="No request waits forever.",
     needs="Result events",
     exercised_by="requests that ended",
+    reads_calls=False,
 )
 def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
     """Report what a hung request awaited, and what became of its last call."""
@@ -127,7 +128,9 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
     last = view.attempts[-1] if view.attempts else None
     # Whether the last call was answered separates a client that waits from an engine that does.
     state = "no call was ever made"
-    if last is not None:
+    if view.unattributed_calls:
+        state = "which calls are its own is not known"
+    elif last is not None:
         answered = (
             "was answered"
             if last.consumed
@@ -404,21 +407,25 @@ class LifecycleSurvivesDeath(EventCheck):
 
         Only its end shows which calls were its own, and which made its sample.
         """
+        if view.unattributed_calls:
+            out.absent(UNATTRIBUTED_CALLS)
+            return
         deaths = [
             (attempt, death)
             for attempt in view.attempts
             if (death := self._deaths.pop(attempt.call.call_id, None)) is not None
         ]
         out.exercised("requests in flight at a server's death", len(deaths))
-        unanswered = None
+        unanswered, begin = None, 0
         for attempt, death in deaths:
             later = next((a.call for a in view.attempts if a.call.index > death.index), None)
             # An answer, late or to another call, explains what the stack does then.
             if later is None or not _answered(view, death.index, later.index):
-                unanswered = death
+                # the reply to a call that raced with this one may have come before the death
+                unanswered, begin = death, attempt.call.index
                 if later is not None and self.context.contract.resume is ResumeBy.CLIENT:
                     self._compare(view, attempt, death, later, out)
-        if unanswered is None or event is None or _answered(view, unanswered.index, event.index):
+        if unanswered is None or event is None or _answered(view, begin, event.index):
             return
         if event.error is not None or event.rollout is not None:
             return

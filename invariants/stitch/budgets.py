@@ -523,6 +523,7 @@ class StitchBudgetUsed(EventCheck):
         if (
             view is None
             or rollout is None
+            or view.undecided_calls
             or rollout.finish_reason != FinishReason.LENGTH
             or view.observations
             or not view.attempts

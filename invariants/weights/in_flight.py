@@ -318,6 +318,8 @@ class WeightsStalenessBound(EventCheck):
         bound = self.context.contract.max_staleness
         if view is None or event.rollout is None or bound is None or not self._loaded:
             return
+        if view.undecided_calls:
+            return
         newest = min(self._loaded.values())
         oldest = self._oldest(
             version for attempt in view.attempts for version in _sampled_by(attempt)
@@ -398,6 +400,8 @@ class WeightsOneVersionPerSample(EventCheck):
     def on_result(self, event: Result, out: Collector) -> None:
         view = self.context.open.get(event.request_id)
         if not self._partial_off or view is None or event.rollout is None:
+            return
+        if view.undecided_calls:
             return
         if not any(
             attempt.consumed is not None and attempt.consumed.true_tokens

@@ -44,6 +44,55 @@ def test_replies_that_differ_in_more_than_tokens_stay_undecided() -> None:
     unknown("stitch.tokens", script.result((3, 4)), "does not show which answer the stack used")
 
 
+def test_the_same_prompt_again_shows_that_an_empty_reply_was_used() -> None:
+    """The first answer of a race was an abort without tokens; the longer one came too late."""
+    script = opened()
+    one, other = script.call((1, 2)), script.call((1, 2), server="s1")
+    script.reply(one, (), reason="abort").reply(other, (3,), reason="abort")
+    script.reply(script.call((1, 2)), (3, 4), reason="stop").result((3, 4))
+    passes("stitch.resume-prompt", script)
+
+
+def test_a_late_reply_of_a_race_may_have_been_used() -> None:
+    """Both calls were sent before one was delayed, and both replies came before the next call: the
+    stack waits for all. A retry is made because of the delay, and counts.
+    """
+    for retry in (False, True):
+        script = opened()
+        one = script.call((1, 2))
+        other = 0 if retry else script.call((1, 2), server="s1")
+        script.fault("late-reply", "s0", one)
+        other = other or script.call((1, 2), server="s1")
+        script.reply(other, (3,), reason="abort", version=1)
+        script.reply(one, (3,), reason="abort", version=2)
+        script.reply(script.call((1, 2, 3)), (4,), reason="stop").result((3, 4))
+        if retry:
+            passes("stitch.tokens", script)
+        else:
+            unknown("stitch.tokens", script, "does not show which answer the stack used")
+
+
+def test_an_aborted_reply_of_a_race_explains_a_drop() -> None:
+    """Nothing was delivered, so the stack used the reply that it may drop."""
+    for reasons, found in ((("stop", "abort"), False), (("stop", "stop"), True)):
+        script = opened(partial_off="dropped", case={"partial": False})
+        one, other = script.call((1, 2)), script.call((1, 2), server="s1")
+        script.reply(one, (3, 4), reason=reasons[0]).reply(other, (5,), reason=reasons[1])
+        (finds if found else passes)("lifecycle.drops-only-as-declared", script.result())
+
+
+def test_a_speculative_call_of_a_dropped_request_is_set_aside() -> None:
+    """Its next call, with what the environment really said, shows that it was thrown away."""
+    for said, found in (((7, 7), False), ((9,), True)):
+        script = TraceScript(partial_off="dropped", case={"partial": False})
+        script.submit(turns=((7, 7),))
+        script.reply(script.call((1, 2)), (3,), reason="stop")
+        script.reply(script.call((1, 2, 3, 8)), (), reason="abort")
+        script.observe(*said)
+        script.reply(script.call((1, 2, 3, 7, 7)), (), reason="abort").result()
+        assert found == bool(check("stitch.no-call-after-end", script).findings)
+
+
 def test_an_answer_that_is_thrown_away_is_found() -> None:
     """Calls that do not overlap are no race: the second one should have continued the first."""
     script = opened()

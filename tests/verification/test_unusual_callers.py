@@ -243,6 +243,64 @@ class _ChecksFirst(_GroupWorkers):
         return await super().rollout(request)
 
 
+class _SmallPool(_Unnamed):
+    """Three workers that outlive the rollouts which began them; calls have no handles at all."""
+
+    workers = 3
+
+    def start(self, fleet: Fleet) -> None:
+        super().start(fleet)
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def call(
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
+        if len(self._tasks) < self.workers:
+            self._tasks.append(asyncio.ensure_future(self._work()))
+        request = sample.request
+        sample.attempts += 1
+        reply = asyncio.get_running_loop().create_future()
+
+        async def call() -> None:
+            try:
+                output = await self.fleet.servers[server_id].generate(
+                    prompt_ids=list(sent),
+                    max_tokens=budget,
+                    sampling=self.sampling_for(sample),
+                    media=request.media,
+                    want_routes=request.want_routes,
+                    want_logprobs=request.want_logprobs,
+                    routes_start=self.routes_start(sample),
+                )
+            except Exception as error:  # noqa: BLE001 - the caller gets it
+                reply.set_exception(error)
+            else:
+                reply.set_result(output)
+
+        self._queue.put_nowait(call)
+        return await reply
+
+    async def _work(self) -> None:
+        while True:
+            await (await self._queue.get())()
+
+    async def stop(self) -> None:  # type: ignore[override]
+        for task in self._tasks:
+            task.cancel()
+
+
+class _DispatcherTask(_SmallPool):
+    """One task, begun by the first rollout, begins a task for every call of all rollouts."""
+
+    workers = 1
+
+    async def _work(self) -> None:
+        while True:
+            call = await self._queue.get()
+            self._tasks.append(asyncio.create_task(call()))
+
+
 CORRECT: dict[str, SubjectFactory] = {
     "workers": _Workers,
     "dispatcher": _Dispatcher,
@@ -253,13 +311,17 @@ CORRECT: dict[str, SubjectFactory] = {
     "another server": _OtherServer,
     "unnamed": _Unnamed,
     "group workers": _GroupWorkers,
+    "small pool": _SmallPool,
+    "dispatcher task": _DispatcherTask,
 }
 
 
-def judged(factory: SubjectFactory, count: int = _CASES, seed: int = 7) -> Judgement:
+def judged(
+    factory: SubjectFactory, count: int = _CASES, seed: int = 7, flavour: str = "vllm"
+) -> Judgement:
     """Return the judgement of a stack over random cases, the same for every stack."""
     tally = Tally(REGISTRY)
-    ((flavour, contract, model),) = probe(factory, ("vllm",))
+    ((flavour, contract, model),) = probe(factory, (flavour,))
     for drawn in random_cases(seed, count, flavour=flavour, contract=contract, model=model):
         trace = run_case(factory, drawn)
         judge_events(trace.header, trace.events, tally)

@@ -84,3 +84,16 @@ class TestSurvivesDeath:
     def test_a_death_elsewhere_hits_nobody(self) -> None:
         """No call of the request was on that server."""
         unknown(self.ID, opened().fault("death", "s1").result(), "not exercised")
+
+    def test_an_answer_to_a_call_that_raced_with_the_dead_one_explains_a_drop(self) -> None:
+        """It came before the death; one that came before the dead call does not."""
+        for raced in (True, False):
+            script = opened(partial_off="dropped", case={"partial": False})
+            call = script.call((1, 2), server="s1")
+            if raced:
+                script.call((1, 2))
+            script.reply(call, (), reason="abort")
+            if not raced:
+                script.call((1, 2))
+            script.fault("death", "s0").result()
+            (passes if raced else finds)(self.ID, script)
