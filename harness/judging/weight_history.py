@@ -46,6 +46,8 @@ class WeightHistory:
     _unlabelled: set[Version] = field(default_factory=set)
     _first_published: dict[Version, int] = field(default_factory=dict)
     _of_stack: set[Key] = field(default_factory=set)
+    _asked_unlabelled: set[Version] = field(default_factory=set)
+    _loaded_labelled: set[Version] = field(default_factory=set)
 
     @property
     def labels(self) -> frozenset[Version]:
@@ -79,9 +81,27 @@ class WeightHistory:
         """
         return key(label) in self._of_stack
 
+    @property
+    def asked_unlabelled(self) -> frozenset[Version]:
+        """The weights of updates that were asked for without a label."""
+        return frozenset(self._asked_unlabelled)
+
+    @property
+    def labels_unlabelled(self) -> bool:
+        """Whether the stack gave labels of its own to all weights that it was asked to load without
+        one.
+        """
+        history = self._updated()
+        return (
+            bool(history._asked_unlabelled)
+            and history._asked_unlabelled <= history._loaded_labelled
+            and not history._unlabelled
+        )
+
     def asked(self, update: Update) -> None:
         """Take in that an update was asked for, or has ended: its label is that of its weights."""
         if update.label is None:
+            self._asked_unlabelled.add(update.version)
             # now other weights are the latest, and a label of the stack's own may be theirs
             self._last = None
             return
@@ -156,6 +176,8 @@ class WeightHistory:
                 # with its weights it becomes their own, not one that they carry over
                 self._serving[update.server_id] = (update.version, None)
                 continue
+            if update.loaded and not update.by_harness:
+                self._loaded_labelled.add(update.version)
             self._named_at.setdefault((update.server_id, update.version), update.index)
             labels = self._labels.setdefault(update.version, [])
             if update.label in labels:

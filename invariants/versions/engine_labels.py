@@ -45,6 +45,17 @@ def _shows_no_version(view: RequestView) -> bool:
     return view.engine is not None and view.engine.versions is Versions.NONE
 
 
+def _needs_unlabelled(view: RequestView, out: Collector) -> None:
+    """Report whether a driven run can show weights without a label at all."""
+    history = view.history
+    if view.header is None or view.header.case is None or history.unlabelled():
+        return
+    if history.labels_unlabelled:
+        out.inapplicable("the stack itself labels the weights of updates without a label")
+    elif not history.asked_unlabelled:
+        out.skipped("not exercised: no update without a label was asked for before a sample ended")
+
+
 @request_check(
     "versions.engine-tags",
     promise=(
@@ -153,6 +164,7 @@ def _read_as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
 )
 def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     """Check what engine and sample say about tokens of weights without a label."""
+    _needs_unlabelled(view, out)
     both = aligned_samplers(view, out)
     if both is None:
         return
@@ -232,6 +244,7 @@ def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     if _shows_no_version(view):
         out.inapplicable(_NO_VERSIONS)
         return
+    _needs_unlabelled(view, out)
     both = aligned_samplers(view, out)
     if both is None:
         return

@@ -354,3 +354,13 @@ def test_an_update_that_waits_for_a_dead_server_ends() -> None:
     judgement = tally.judgement()
     assert () == judgement.failed
     assert Verdict.PASS == judgement["weights.updates-end"].verdict
+
+
+def test_labels_of_its_own_rule_out_weights_without_a_label() -> None:
+    """A stack that numbers its updates itself leaves no weights unlabelled, whatever the case asks
+    for: what is promised of such weights does not apply. For others it does.
+    """
+    for name, verdict in (("own numbers", Verdict.NOT_APPLICABLE), ("own", Verdict.PASS)):
+        judgement = _judged(ODD[name], 31, 40).judgement()
+        for check_id in ("versions.unlabelled-update", "versions.unknown-stays-unknown"):
+            assert verdict == judgement[check_id].verdict, (name, judgement[check_id].reason)

@@ -183,9 +183,7 @@ def within_limits(case: Case, contract: Contract) -> Case | None:
     return replace(case, requests=tuple(requests), engine=engine)
 
 
-def _cut_prompts(
-    case: Case, total: int | None
-) -> Mapping[tuple[int, ...], tuple[int, ...]] | None:
+def _cut_prompts(case: Case, total: int | None) -> Mapping[tuple[int, ...], tuple[int, ...]] | None:
     """Return each prompt of the case with what is left of it if it and one token are at most
     ``total``: their beginnings, or their ends if those differ and the beginnings do not.
     """
