@@ -304,7 +304,8 @@ class Judge:
                 attempt = Attempt(number=0, call=event)
                 self._calls[event.call_id] = (None, attempt)
                 self._internal.append(attempt)
-            elif event.candidates and not event.request_id:
+            # a worker may go on in the context of a request that has ended
+            elif event.candidates and view is None:
                 attempt = Attempt(number=0, call=event)
                 self._calls[event.call_id] = (None, attempt)
                 self._guessed.add(attempt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.support.trace_script import TraceScript, finds, passes, unknown
 
 NOT_ATTRIBUTED = "cannot be attributed"
@@ -15,8 +17,8 @@ def _twins() -> TraceScript:
     return script
 
 
-def _guess(script: TraceScript, **fields: object) -> int:
-    return script.call((1, 2), candidates=("r1",), **fields)  # type: ignore[arg-type]
+def _guess(script: TraceScript, prompt: tuple[int, ...] = (1, 2), **fields: Any) -> int:
+    return script.call(prompt, candidates=("r1",), **fields)
 
 
 def test_a_call_whose_reply_was_lost_has_no_known_owner() -> None:
@@ -50,6 +52,17 @@ def test_a_call_that_continues_its_request_is_its_own() -> None:
     script.reply(lost, (4,), delivered=False)
     call = script.call((1, 2, 3), candidates=("r1",))
     finds("stitch.sampling-params", script.reply(call, (4,), reason="stop").result((3, 4)))
+
+
+def test_a_call_from_the_task_of_an_ended_request_may_be_another_ones() -> None:
+    """A worker outlives the request that began it, and continues the other one."""
+    script = _twins()
+    script.reply(script.call((1, 2)), (5,), reason="stop")
+    other = script.call((1, 2), candidates=("r1",))
+    script.result((5,)).reply(other, (3,), reason="abort")
+    script.reply(_guess(script, prompt=(1, 2, 3)), (4,), reason="stop")
+    script.result((3, 4), "r1")
+    passes("stitch.tokens", script, **{"single-call_samples": 1, "resumed_samples": 1})
 
 
 def test_a_request_without_a_sample_has_no_calls_of_its_own() -> None:
