@@ -7,7 +7,7 @@ faults of the stack, which the checks find.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
@@ -16,20 +16,34 @@ import numpy as np
 
 from rollproof.core.error_text import show
 from rollproof.core.json_codec import misfit_of
-from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.core.records import (
+    EngineOutput,
+    FinishReason,
+    Request,
+    Rollout,
+    as_logprobs,
+    as_mask,
+    as_routes,
+    as_tokens,
+)
 from rollproof.errors import SubjectError
 
-__all__ = ["ARRAYS", "validate_output", "validate_request", "validate_rollout"]
+__all__ = ["ARRAYS", "converted", "validate_output", "validate_request", "validate_rollout"]
 
 ARRAYS = ("logprobs", "loss_mask", "routes")
 """The fields of a ``Rollout`` that are arrays."""
-_SHAPES: Mapping[str, tuple[int, str, str]] = {
-    "logprobs": (1, "f", "floats"),
-    "loss_mask": (1, "iub", "0 and 1"),
-    "routes": (3, "iu", "integers"),
+_CONVERTERS: Mapping[str, Callable[..., Any]] = {
+    "logprobs": as_logprobs,
+    "loss_mask": as_mask,
+    "routes": as_routes,
+    "prompt_ids": as_tokens,
+    "response_ids": as_tokens,
+    "token_ids": as_tokens,
 }
-"""For each array field its rank, the kinds of its dtype, and their name in a message."""
-_LISTS = ("prompt_ids", "response_ids", "token_ids")
+"""The fields of numbers: lists, arrays and tensors become what a record holds."""
+_SAMPLED = ("response_ids", "token_ids")
+"""Fields whose ``None`` says that nothing was sampled."""
+_LISTS = ("call_versions", "token_versions", "spans", "turns")
 _REASONS = frozenset(FinishReason)
 _T = TypeVar("_T", bound=Any)
 
@@ -67,15 +81,14 @@ def _sound(value: object, kind: type[_T], where: str) -> _T:
     problems: list[str] = []
     for name in _names(kind):  # type: ignore[arg-type]  # a class is hashable
         item = values[name] = getattr(value, name)
-        if name in _SHAPES and item is not None:
-            values[name] = _copied(name, item, problems)
-        elif name in _LISTS and not _are_tokens(item):
-            problems.append(
-                f"{name} must be a tuple of ints of 64 bits (rollproof.core.records.as_tokens makes"
-                f" one), not {_described(item)}"
-            )
+        if name in _CONVERTERS:
+            values[name] = _converted(name, item, problems)
+        elif name in _LISTS and item is not None:
+            values[name] = _tuple_of(item)
+        elif isinstance(item, np.integer):
+            item = values[name] = int(item)
         # numpy would count a negative one from the end
-        elif name == "routes_start" and type(item) is int and item < 0:
+        if name == "routes_start" and type(item) is int and item < 0:
             problems.append(f"{name} must be a position >= 0, not {show(item)}")
         elif name == "finish_reason" and isinstance(item, str) and item in _REASONS:
             values[name] = FinishReason(item)
@@ -92,29 +105,38 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def _copied(name: str, value: Any, problems: list[str]) -> Any:
-    """Return a copy of an array, in the type that records have."""
-    # a view of a stack's buffer would change with it
-    rank, kinds, elements = _SHAPES[name]
-    if not isinstance(value, np.ndarray) or value.ndim != rank or value.dtype.kind not in kinds:
-        problems.append(
-            f"{name} must be an array of rank {rank} of {elements}, not {_described(value)}"
-        )
+def converted(name: str, value: Any) -> Any:
+    """Return a copy of the value of a field as the record holds it. Raises ``SubjectError``."""
+    if value is None:
+        return () if name in _SAMPLED else None
+    return _CONVERTERS[name](value, what=name)
+
+
+def _converted(name: str, value: Any, problems: list[str]) -> Any:
+    if value is None and name == "prompt_ids":
+        problems.append("prompt_ids is None: every request has a prompt, if only an empty one, ()")
         return value
-    if name == "logprobs":
-        # a longdouble would lose digits, narrower floats are exact
-        if value.dtype.itemsize > 8:
-            problems.append(f"{name} must fit float64, not be {value.dtype.name}")
-            return value
-        return value.astype(np.float64)
-    return value.copy()
+    try:
+        result = converted(name, value)
+    except SubjectError as error:
+        problems.append(str(error).removesuffix("."))
+        return value
+    if isinstance(result, tuple) and result and not -(2**63) <= min(result) <= max(result) < 2**63:
+        # an Arrow column of a trace holds no more
+        problems.append(f"{name} must be integers of 64 bits")
+    return result
 
 
-def _are_tokens(value: object) -> bool:
-    if not isinstance(value, tuple) or not set(map(type, value)) <= {int}:
-        return False
-    # an Arrow column of a trace holds no more
-    return not value or (min(value) >= -(2**63) and max(value) < 2**63)
+def _tuple_of(value: Any) -> Any:
+    """Return a list or a 1-D array as a tuple of plain values, and anything else as it is."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(
+        item.item() if isinstance(item, np.generic) else tuple(item) if type(item) is list else item
+        for item in value
+    )
 
 
 def _described(value: object) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.core.number_arrays import FLOATS, INTEGERS, MASKS, to_array
 from rollproof.errors import SubjectError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Span",
     "Version",
     "as_logprobs",
+    "as_mask",
     "as_routes",
     "as_tokens",
     "spread",
@@ -149,6 +151,9 @@ class Rollout:
 
     Of the version tags, those that the contract declares are filled.
 
+    Numbers may come as lists, tuples, arrays, or tensors of any device, in one piece or as a list
+    with a piece for each engine call. The record that is judged has copies of the types below.
+
     Attributes:
         response_ids: Sampled tokens and, in multi-turn rollouts, tokens of the environment
             (``loss_mask`` 0).
@@ -216,22 +221,16 @@ _INTEGERS = frozenset({int})
 
 
 def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
-    """Return a tuple of ints, of a list, tuple or 1-D integer array or tensor.
+    """Return a tuple of ints, of a list, a tuple, or a 1-D integer array or tensor of any device.
 
     Raises:
         SubjectError: ``value`` is anything else; the text calls it ``what``.
     """
-    if hasattr(value, "tolist"):
-        value = value.tolist()
     # nearly always: without a look at each token in Python
     if isinstance(value, (list, tuple)) and _INTEGERS.issuperset(map(type, value)):
         return tuple(value)
-    # a bool is an int for Python, and no token
-    if not isinstance(value, list | tuple) or any(
-        isinstance(token, bool) or not isinstance(token, int | np.integer) for token in value
-    ):
-        raise SubjectError(f"{what} must be a sequence of integers, not {_describe(value)}.")
-    return tuple(int(token) for token in value)
+    tokens: list[int] = to_array(value, what=what, rank=1, numbers=INTEGERS).tolist()
+    return tuple(tokens)
 
 
 def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
@@ -245,44 +244,27 @@ def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
     """
     if value is None:
         return None
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        raise SubjectError(f"{what} must be a sequence of numbers, not {_describe(value)}.")
-    try:
-        # engines have no logprob for a prompt's first token, and for tokens that a tool appended
-        return np.array(
-            [np.nan if number is None else float(number) for number in value], dtype=np.float64
-        )
-    except (TypeError, ValueError) as error:
-        raise SubjectError(f"{what} must hold numbers or None: {error}.") from error
+    array = to_array(value, what=what, rank=1, numbers=FLOATS)
+    # a longdouble would lose digits, narrower floats are exact
+    if array.dtype.itemsize > 8:
+        raise SubjectError(f"{what} must fit float64, not be {array.dtype.name}.")
+    return array.astype(np.float64, copy=False)
 
 
-def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
-    """Return an integer copy ``(rows, layers, top_k)`` of an array or tensor; ``None`` stays
-    ``None``.
+def as_mask(value: Any, *, what: str = "loss_mask") -> IntArray | None:
+    """Return a mask ``(tokens,)`` of 0 and 1, or of booleans; ``None`` stays ``None``.
 
     Raises:
         SubjectError: ``value`` has another rank or type; the text calls it ``what``.
     """
-    if value is None:
-        return None
-    if hasattr(value, "detach"):
-        # numpy refuses tensors of a GPU, and those that need a gradient
-        value = value.detach().cpu().numpy()
-    try:
-        array = np.array(value)
-    except (TypeError, ValueError) as error:
-        raise SubjectError(f"{what} cannot be read as an array: {error}.") from error
-    if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
-        raise SubjectError(
-            f"{what} must be an integer array (rows, layers, top_k), not {_describe(array)}."
-        )
-    return array
+    return None if value is None else to_array(value, what=what, rank=1, numbers=MASKS)
 
 
-def _describe(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
+    """Return an integer copy ``(rows, layers, top_k)`` of an array, a tensor of any device, a
+    nested list, or a list with the array of each engine call; ``None`` stays ``None``.
+
+    Raises:
+        SubjectError: ``value`` has another rank or type; the text calls it ``what``.
+    """
+    return None if value is None else to_array(value, what=what, rank=3, numbers=INTEGERS)

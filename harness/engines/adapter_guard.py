@@ -98,7 +98,7 @@ def _checked(output: EngineOutput) -> EngineOutput:
         routes = as_routes(routes, what="EngineOutput.routes")
     if not isinstance(logprobs, np.ndarray) or logprobs.ndim != 1 or logprobs.dtype != np.float64:
         logprobs = as_logprobs(logprobs, what="EngineOutput.logprobs")
-    tokens = as_tokens(tokens, what="EngineOutput.token_ids")
+    tokens = () if tokens is None else as_tokens(tokens, what="EngineOutput.token_ids")
     if tokens and min(tokens) < 0:
         raise SubjectError(f"EngineOutput.token_ids must be 0 or more, not {min(tokens)}.")
     try:

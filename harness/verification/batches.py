@@ -17,6 +17,7 @@ import numpy as np
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error, describe_error_with_place
 from rollproof.core.events.training import Batch
+from rollproof.core.number_arrays import FLOATS, INTEGERS, MASKS, to_array
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
@@ -43,14 +44,14 @@ __all__ = ["judge_batches", "record_batches"]
 _METHODS = ("collate", "rows")
 _ARRAYS = ("logprobs", "loss_mask", "routes")
 _FIELDS = (
-    ("token_ids", 1, "iu"),
-    ("attention", 1, "iub"),
-    ("loss_mask", 1, "iub"),
-    ("logprobs", 1, "f"),
-    ("routes", 3, "iu"),
-    ("routed", 1, "iub"),
+    ("token_ids", 1, INTEGERS),
+    ("attention", 1, MASKS),
+    ("loss_mask", 1, MASKS),
+    ("logprobs", 1, FLOATS),
+    ("routes", 3, INTEGERS),
+    ("routed", 1, MASKS),
 )
-"""Fields of a ``BatchRow``: rank, and the kinds of numpy types."""
+"""Fields of a ``BatchRow``: rank, and what they hold."""
 
 
 def judge_batches(
@@ -255,19 +256,16 @@ def _sound(row: BatchRow, label: str) -> BatchRow:
     # ``attention`` must fit, because without it padding cannot be recognised.
     values: dict[str, Any] = {}
     problems = []
-    for name, rank, kinds in _FIELDS:
+    for name, rank, numbers in _FIELDS:
         value = getattr(row, name)
         if value is None:
             continue
-        array = np.array(value)
-        values[name] = (
-            array.astype(np.float64) if name == "logprobs" and array.dtype.kind == "f" else array
-        )
-        if array.ndim != rank or array.dtype.kind not in kinds:
-            problems.append(
-                f"{name} must be a {rank}-D array of {'numbers' if 'f' in kinds else 'integers'},"
-                f" not {array.dtype} {array.shape}"
-            )
+        try:
+            array = to_array(value, what=name, rank=rank, numbers=numbers)
+        except SubjectError as error:
+            problems.append(str(error).removesuffix("."))
+            continue
+        values[name] = array.astype(np.float64, copy=False) if numbers is FLOATS else array
     if not problems and values["attention"].shape != values["token_ids"].shape:
         problems.append(
             f"attention has the shape {values['attention'].shape}, and token_ids has"

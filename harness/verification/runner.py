@@ -15,7 +15,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error, describe_error_with_place, show
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Gauge, Reply, Result, Submit
-from rollproof.core.record_validation import ARRAYS, validate_rollout
+from rollproof.core.record_validation import ARRAYS, converted, validate_rollout
 from rollproof.core.records import Request, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
@@ -388,7 +388,7 @@ class _Run:
             names = tuple(
                 name
                 for name in ARRAYS
-                if not _equal(getattr(ended.rollout, name), getattr(now, name, None))
+                if not _equal(getattr(ended.rollout, name), _readable(name, now))
             )
             if names:
                 self.later[ended.index] = names
@@ -414,11 +414,25 @@ async def _maybe(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+_FREED = object()
+"""An array that cannot be read any more: there is nothing to compare."""
+
+
+def _readable(name: str, rollout: Any) -> Any:
+    value = getattr(rollout, name, None)
+    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        return value
+    try:
+        return converted(name, value)
+    except SubjectError:
+        return _FREED
+
+
 def _equal(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return a is b
-    if not isinstance(b, np.ndarray):
-        return True  # freed meanwhile: nothing to compare
+    if b is _FREED:
+        return True
     return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
 
 

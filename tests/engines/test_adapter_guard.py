@@ -139,18 +139,18 @@ def _showing(change: Callable[[EngineOutput], Any]) -> type[FakeEngineSubject]:
     [
         (lambda _: None, "sequence of EngineOutput"),
         (
-            lambda output: replace(output, token_ids=None),
+            lambda output: replace(output, token_ids=7),
             "token_ids must be a sequence of integers",
         ),
         (lambda output: replace(output, token_ids=(-1,)), "must be 0 or more, not -1"),
         (
             lambda output: replace(output, routes=output.routes[0]),
-            r"integer array \(rows, layers, top_k\)",
+            r"integers \(rows, layers, top_k\)",
         ),
-        (lambda output: replace(output, routes=output.routes.astype(float)), "dtype float64"),
+        (lambda output: replace(output, routes=output.routes.astype(float)), "array of float64"),
         (
             lambda output: replace(output, logprobs=output.logprobs[:, None]),
-            "logprobs must hold numbers",
+            "logprobs must be numbers or None on one axis",
         ),
         (lambda output: replace(output, finish_reason="weird"), "choose among"),
         (lambda output: replace(output, routes_start=None), "routes_start must be a whole number"),

@@ -226,9 +226,9 @@ def _answered(trace: Recording, **fields: Any) -> None:
             r"The caller of submit\(\) must return a Request, not int 7",
         ),
         (
-            lambda trace: trace.submit(Request(request_id="r", prompt_ids=[1])),
+            lambda trace: trace.submit(Request(request_id="r", prompt_ids=[1, "2"])),
             SubjectError,
-            "prompt_ids must be a tuple of ints of 64 bits",
+            r"prompt_ids\[1\] must be integers, not str '2'",
         ),
         (
             lambda trace: trace.submit(Request(request_id=1, prompt_ids=(1,))),
@@ -236,14 +236,14 @@ def _answered(trace: Recording, **fields: Any) -> None:
             "request_id must be str, not 1",
         ),
         (
-            lambda trace: trace.result(_ending(response_ids=None)),
+            lambda trace: trace.result(_ending(response_ids=5)),
             SubjectError,
-            "response_ids must be a tuple of ints .*, not NoneType",
+            "response_ids must be a sequence of integers, not int 5",
         ),
         (
             lambda trace: trace.result(_ending(logprobs=np.zeros((2, 2)))),
             SubjectError,
-            "logprobs must be an array of rank 1 of floats",
+            "logprobs must be numbers or None on one axis",
         ),
         (
             lambda trace: trace.result(request_id=5),
@@ -296,7 +296,7 @@ def _answered(trace: Recording, **fields: Any) -> None:
             "unusable EngineCall: max_tokens must be",
         ),
         (
-            lambda trace: _answered(trace, token_ids=None),
+            lambda trace: _answered(trace, token_ids=7),
             SubjectError,
             "to_output returned an unusable EngineOutput: token_ids must",
         ),

@@ -255,8 +255,8 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
             r"Made\.run ends the process \(SystemExit: 0\): raise an exception instead",
         ),
         ({"__init__": _raising(SystemExit(0))}, "Made ends the process"),
-        ({"residue": _raising(KeyError("gate"))}, r"Made\.residue raised KeyError: 'gate'\."),
-        ({"stop": _raising(OSError("busy"))}, r"Made\.stop raised OSError: busy\."),
+        ({"residue": _raising(KeyError("gate"))}, r"Made\.residue raised KeyError: 'gate' "),
+        ({"stop": _raising(OSError("busy"))}, r"Made\.stop raised OSError: busy "),
         (
             {
                 "run": lambda self, step, spy: (

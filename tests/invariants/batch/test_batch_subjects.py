@@ -57,9 +57,15 @@ class _RaisesInRows(Padder):
         (_raises, "could not be created: RuntimeError: no tokenizer"),
         (_NoMethod, r"without \['rows'\]: a BatchSubject has"),
         (_BadRows, "must return a list of BatchRow, not dict"),
-        (_BadRank, r"routes must be a 3-D array of integers, not float64 \(2, 2\)"),
+        (
+            _BadRank,
+            r"routes must be integers \(rows, layers, top_k\), not an array of float64 \(2, 2\)",
+        ),
         (_BadShape, r"attention has the shape \(17,\), and token_ids has \(18,\)"),
-        (_RaisesInRows, "rows raised KeyError: 'responses' on the batch of 'one sample'"),
+        (
+            _RaisesInRows,
+            r"rows raised KeyError: 'responses' \(test_batch_subjects.py:51, in rows\) on",
+        ),
     ],
 )
 def test_an_unusable_subject_gets_one_clear_error(factory: Callable[[], Any], message: str) -> None:

@@ -311,6 +311,17 @@ def test_a_wrong_shape_is_explained_by_axis_or_top_k() -> None:
     assert "top-k * k" in doubled.hint
 
 
+def test_an_empty_list_has_too_few_rows_and_no_shape() -> None:
+    """Routes that a stack delivers as [] have neither layers nor a type that could be wrong."""
+    story = RoutedRequest(changes={"dtype": "int32"})
+    judged = story.judged(np.zeros((0, 0, 0), np.int64))
+
+    assert {"routes.rows"} == failing(judged)
+    for check_id in ("routes.shape", "routes.dtype"):
+        assert Verdict.UNKNOWN is judged[check_id].verdict
+        assert "the routes are an empty list" == judged[check_id].reason
+
+
 def test_ids_that_wrapped_are_blamed_on_the_type_alone() -> None:
     """300 experts in uint8: rows differ, cells repeat, and the one message is about the type."""
     story = RoutedRequest(changes={"num_experts": 300, "top_k": 3, "dtype": "uint16"}, seed=3)
