@@ -1,8 +1,8 @@
 """Batch cases: samples that a batch conversion must carry, and malformed ones that it must refuse.
 
 No two values of a case are equal: token ids, logprobs and route rows are unique, so that a value in
-the wrong place is always noticed. Only the padding token occurs again, in the case that is about it.
-One seed gives one set of cases.
+the wrong place is always noticed. Only the padding token occurs again, in the case that is about
+it. One seed gives one set of cases.
 """
 
 from __future__ import annotations
