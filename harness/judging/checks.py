@@ -68,8 +68,8 @@ class Finding:
     title: What is wrong.
     expected: What the promise requires at that place.
     observed: What was there.
-    where: The place, with keys among ``request``, ``call``, ``segment``, ``position``, ``layer``,
-        ``version``, ``server`` and ``index``.
+    where: The place, with keys among ``request``, ``call`` (the id of the call in the trace),
+        ``segment``, ``position``, ``layer``, ``version``, ``server`` and ``index``.
     hint: What usually causes it.
     kind: The title without what differs from place to place and from run to run. It distinguishes a
         known fault from another one of the same check.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
 __all__ = [
+    "call_id",
     "call_name",
     "count",
     "listing",
@@ -88,9 +89,17 @@ def version_name(label: Version) -> str:
     return f'version "{label}"' if isinstance(label, str) else f"version {label}"
 
 
+def call_id(view: RequestView, attempt: int) -> int:
+    """Return the id that the call of an attempt has in the trace.
+
+    Findings name calls by it, as their stories and the events before them do.
+    """
+    return view.attempts[attempt].call.call_id
+
+
 def call_name(attempt: Attempt) -> str:
-    """Return ``call 1 (to server s0)``; calls of a request count from 0."""
-    return f"call {attempt.number} (to server {attempt.call.server_id})"
+    """Return ``call 1 (to server s0)``, with the id of the call in the trace."""
+    return f"call {attempt.call.call_id} (to server {attempt.call.server_id})"
 
 
 def segment_name(view: RequestView, attempt: int) -> str:
@@ -99,7 +108,9 @@ def segment_name(view: RequestView, attempt: int) -> str:
     if attempt < 0:
         return "a turn of the environment"
     order = [segment.number for segment in view.segments]
-    return f"segment {order.index(attempt)}" if attempt in order else f"call {attempt}"
+    if attempt in order:
+        return f"segment {order.index(attempt)}"
+    return f"call {call_id(view, attempt)}"
 
 
 def _value(value: object) -> str:

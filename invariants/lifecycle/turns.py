@@ -9,7 +9,7 @@ from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.declared_limits import no_answers
 from rollproof.invariants._shared.delivery import existing_delivery, reliable_delivery
 from rollproof.invariants._shared.end_tokens import ends_with_eos
-from rollproof.invariants._shared.phrases import count, share
+from rollproof.invariants._shared.phrases import call_id, count, share
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
@@ -90,16 +90,18 @@ def _answered_cut_turn(
         f"The environment answered turn {number}, which an abort had cut off",
         kind="the environment answered a turn that an abort had cut off",
         expected=(
-            f"call {attempt.number} ended by abort: its turn is resumed before the environment"
-            " speaks, or the sample is dropped, surfaced as aborted, or without this turn in the"
-            " loss"
+            f"call {attempt.call.call_id} ended by abort: its turn is resumed before the"
+            " environment speaks, or the sample is dropped, surfaced as aborted, or without this"
+            " turn in the loss"
         ),
         observed=(
             f"{count(len(answer.ids), 'token')} of the environment follow,"
             f" {share(trained, size, 'token')} of the cut turn have loss mask 1, and the sample"
             f" ends by {rollout.finish_reason!s}"
         ),
-        where=view.place(call=attempt.number, server=attempt.call.server_id, index=answer.start),
+        where=view.place(
+            call=attempt.call.call_id, server=attempt.call.server_id, index=answer.start
+        ),
         hint=(
             "A fragment is parsed, answered and trained on as if the policy had ended its turn:"
             " read the finish reason of every call, not only of the last one."
@@ -154,12 +156,13 @@ def lifecycle_ended_turns_answered(view: RequestView, out: Collector) -> None:
         return
     turn = [run for run in reference.runs if run.start >= _turn_start(delivered)]
     resumed = len([run for run in turn if run.attempt >= 0 and run.ids]) > 1
+    call = call_id(view, last)
     out.finding(
         f"The rollout ended after {count(answered + 1, 'turn')} of the model, although the"
         " environment had an answer",
         kind="a rollout ended although the environment had an answer",
         expected=(
-            f"{count(len(limits.cut_answer(words)), 'token')} of the environment after call {last},"
+            f"{count(len(limits.cut_answer(words)), 'token')} of the environment after call {call},"
             " then another turn:"
             f" {count(len(turns) - answered, 'answer')} left"
             + (", no budget" if room is None else f", {count(room, 'token')} of the budget left")
@@ -168,7 +171,7 @@ def lifecycle_ended_turns_answered(view: RequestView, out: Collector) -> None:
             f"a sample of {count(len(rollout.response_ids), 'token')}, finish reason"
             f" {rollout.finish_reason!s}"
         ),
-        where=view.place(call=last, index=len(rollout.response_ids)),
+        where=view.place(call=call, index=len(rollout.response_ids)),
         hint=(
             "The turn had been resumed: a parser that reads only what the last call returned finds"
             " no tool call in it (cf. vLLM #46079). Parse the text of the complete turn."

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rollproof.core.contract import Contract, Filler, LayerAxis, Rows
 from rollproof.core.records import IntArray
 from rollproof.invariants._shared.delivery import delivery
+from rollproof.invariants._shared.phrases import call_id
 from rollproof.judging.route_slices import RowPiece
 
 if TYPE_CHECKING:
@@ -285,8 +286,8 @@ def _gather(view: RequestView) -> RouteEvidence:
         hindrance = "the trace holds no reply with routes to compare with"
     elif stitched.broken is not None:
         hindrance = (
-            f"the prompt of call {stitched.broken} does not continue the sequence (the family"
-            " stitch says how)"
+            f"the prompt of call {call_id(view, stitched.broken)} does not continue the sequence"
+            " (the family stitch says how)"
         )
     elif not cut and response != sampled and not _ends_masked(view, len(sampled)):
         hindrance = (

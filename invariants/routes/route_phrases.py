@@ -66,7 +66,9 @@ def attempt_words(view: RequestView, attempt: int, position: int) -> str:
     call = view.attempts[attempt]
     order = [segment.number for segment in view.segments]
     segment = (
-        f"segment {order.index(attempt)}" if attempt in order else f"the unanswered call {attempt}"
+        f"segment {order.index(attempt)}"
+        if attempt in order
+        else f"the unanswered call {call.call.call_id}"
     )
     reply = (
         call.consumed if call.consumed is not None else (call.replies[0] if call.replies else None)

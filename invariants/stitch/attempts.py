@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, Provenance, ResumeBy, Sampling
 from rollproof.core.records import FinishReason, Scalar
-from rollproof.invariants._shared.phrases import call_name, count, listing, share, window
+from rollproof.invariants._shared.phrases import call_id, call_name, count, listing, share, window
 from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.partial_replies import streamed
 from rollproof.judging.stitching import Step, stitch
@@ -145,6 +145,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     known_ids = (view.request.prompt_ids + _delivered_response(view, step))[: step.delivered]
     sent = attempt.call.prompt_ids
     delivered = step.delivered - base
+    call = attempt.call.call_id
     if step.attempt == 0:
         kind = title = "The first call does not send the request's prompt"
         hint = (
@@ -154,9 +155,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     elif step.restarts and step.sent >= base:
         lost = step.delivered - step.sent
         kind = "a call throws away delivered tokens"
-        title = (
-            f"Call {step.attempt} throws away {share(lost, delivered, 'token')} delivered before it"
-        )
+        title = f"Call {call} throws away {share(lost, delivered, 'token')} delivered before it"
         hint = (
             "An abort returns what was sampled so far; a resume that does not append it to the"
             " prompt samples those tokens again, under other weights, and pays for them twice."
@@ -164,21 +163,21 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     elif step.agree == step.delivered:
         kind = "a call sends more than what was delivered"
         title = (
-            f"Call {step.attempt} sends {count(step.sent - step.delivered, 'token')} more than the"
+            f"Call {call} sends {count(step.sent - step.delivered, 'token')} more than the"
             " prompt and what was delivered"
         )
         hint = _extra_hint(sent, known_ids, step)
     elif step.ended:
         kind = "a turn begins with a changed history"
         title = (
-            f"Call {step.attempt} begins a turn on a history that differs from what was delivered,"
+            f"Call {call} begins a turn on a history that differs from what was delivered,"
             f" from position {step.agree} on"
         )
         hint = _history_hint(view, sent, known_ids)
     else:
         kind = "a call resumes from another sequence"
         title = (
-            f"Call {step.attempt} resumes from a sequence that differs from what was delivered,"
+            f"Call {call} resumes from a sequence that differs from what was delivered,"
             f" from position {step.agree} on"
         )
         hint = (
@@ -196,7 +195,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree}"
             " agree"
         ),
-        where=view.place(call=step.attempt, position=step.agree, server=attempt.call.server_id),
+        where=view.place(call=call, position=step.agree, server=attempt.call.server_id),
         hint=hint,
     )
 
@@ -267,7 +266,7 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
     step = late_steps[0]
     attempt = view.attempts[step.attempt]
     out.finding(
-        f"Call {step.attempt} was made after the rollout had ended",
+        f"Call {attempt.call.call_id} was made after the rollout had ended",
         kind="a call after the rollout had ended",
         expected=(
             "no further call once an engine returned a natural end (stop); only tokens of the"
@@ -277,7 +276,9 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
             f"{call_name(attempt)} sends {step.sent} of the {step.delivered} known tokens and"
             " requests more"
         ),
-        where=view.place(call=step.attempt, position=step.delivered, server=attempt.call.server_id),
+        where=view.place(
+            call=attempt.call.call_id, position=step.delivered, server=attempt.call.server_id
+        ),
         hint=(
             "Tokens after the end of a sequence are not sampled by the policy; a resume loop"
             " must end on every finish reason except abort."
@@ -323,7 +324,9 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
             if k not in first or k not in parameters or not _equal(first[k], parameters[k])
         }
         if changed:
-            _changed_parameters(view, attempt, first, sorted(changed), "call 0", out)
+            _changed_parameters(
+                view, attempt, first, sorted(changed), f"call {call_id(view, 0)}", out
+            )
             return
 
 
@@ -388,7 +391,7 @@ def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
             f"{count(len(view.attempts), 'call')} without; the first carries"
             f" {_parameters(view.attempts[0].call.sampling)}"
         ),
-        where=view.place(call=0, server=view.attempts[0].call.server_id),
+        where=view.place(call=call_id(view, 0), server=view.attempts[0].call.server_id),
         hint=(
             "The engine samples with its defaults (vLLM: those of the model's"
             " generation_config.json), and the trainer corrects for parameters that were never"
@@ -417,13 +420,13 @@ def _changed_parameters(
 ) -> None:
     parameters = attempt.call.sampling
     out.finding(
-        f"Call {attempt.number} changes {count(len(names), 'sampling parameter')}:"
+        f"Call {attempt.call.call_id} changes {count(len(names), 'sampling parameter')}:"
         f" {listing(names)}",
         kind=f"a call changes {listing(names)}",
         expected=", ".join(f"{name}={_parameter(expected, name)}" for name in names)
         + f", as in {origin}",
         observed=", ".join(f"{name}={_parameter(parameters, name)}" for name in names),
-        where=view.place(call=attempt.number, server=attempt.call.server_id),
+        where=view.place(call=attempt.call.call_id, server=attempt.call.server_id),
         hint=(
             "The rest of the response is sampled from another distribution than its start;"
             " send the same parameters with every attempt."
@@ -462,12 +465,12 @@ def stitch_media(view: RequestView, out: Collector) -> None:
         out.exercised("calls with media")
         if actual != expected:
             out.finding(
-                f"Call {attempt.number} {'drops' if actual is None else 'changes'} the request's"
-                " media",
+                f"Call {attempt.call.call_id} {'drops' if actual is None else 'changes'} the"
+                " request's media",
                 kind=f"a call {'drops' if actual is None else 'changes'} the request's media",
                 expected=f"media {expected!r} on every attempt",
                 observed=f"media {actual!r} on {call_name(attempt)}",
-                where=view.place(call=attempt.number, server=attempt.call.server_id),
+                where=view.place(call=attempt.call.call_id, server=attempt.call.server_id),
                 hint=(
                     "Without its images the engine continues another conversation than it"
                     " began (verl #4842, #5160)."

@@ -21,7 +21,7 @@ from rollproof.invariants._shared.delivery import (
     reliable_delivery,
 )
 from rollproof.invariants._shared.event_check import EventCheck
-from rollproof.invariants._shared.phrases import call_name, count, listing, share
+from rollproof.invariants._shared.phrases import call_id, call_name, count, listing, share
 from rollproof.invariants.stitch.attempts import not_resumed
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 
@@ -65,14 +65,12 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
     if not excessive:
         return
     step, attempt = excessive[0]
-    left, grant = budget - step.spent, attempt.call.max_tokens
+    left, grant, call = budget - step.spent, attempt.call.max_tokens, attempt.call.call_id
     title = (
-        f"Call {step.attempt} states no budget, although {count(left, 'token')} of {budget} are"
-        " left"
+        f"Call {call} states no budget, although {count(left, 'token')} of {budget} are left"
         if grant is None
         else (
-            f"Call {step.attempt} may sample {count(grant, 'token')}, but only {left} of {budget}"
-            " are left"
+            f"Call {call} may sample {count(grant, 'token')}, but only {left} of {budget} are left"
         )
     )
     hint = (
@@ -93,7 +91,7 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
             f"max_tokens={grant} in {call_name(attempt)}; too much in"
             f" {share(len(excessive), len(view.attempts), 'call')} of the request"
         ),
-        where=view.place(call=step.attempt, server=attempt.call.server_id),
+        where=view.place(call=call, server=attempt.call.server_id),
         hint=hint,
     )
 
@@ -139,12 +137,12 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
         # Speculative decoding accepts several tokens at once and must cut them at max_tokens.
         if size > grant:
             out.finding(
-                f"The reply to call {attempt.number} holds {count(size, 'token')}, {size - grant}"
-                " more than it was granted",
+                f"The reply to call {attempt.call.call_id} holds {count(size, 'token')},"
+                f" {size - grant} more than it was granted",
                 kind="a reply holds more than its call was granted",
                 expected=f"at most max_tokens={grant}",
                 observed=f"{count(size, 'token')} from server {attempt.call.server_id}",
-                where=view.place(call=attempt.number, server=attempt.call.server_id),
+                where=view.place(call=attempt.call.call_id, server=attempt.call.server_id),
                 hint=(
                     "The engine did not respect max_tokens; speculative decoding must cut the"
                     " accepted tokens at max_tokens."
@@ -221,6 +219,8 @@ def stitch_finish_reason(view: RequestView, out: Collector) -> None:
     observed = (
         f"finish reason {sample_reason!s}" if sample_reason is not None else "no finish reason"
     )
+    number = delivered.reference.last
+    last = None if number is None else call_id(view, number)
     out.finding(
         _reason_title(engine_reason, sample_reason),
         expected=(
@@ -229,12 +229,8 @@ def stitch_finish_reason(view: RequestView, out: Collector) -> None:
             else "abort or error: no engine answered"
         ),
         observed=observed
-        + (
-            f"; the last reply is that to call {delivered.reference.last}"
-            if engine_reason is not None
-            else ""
-        ),
-        where=view.place(call=delivered.reference.last),
+        + (f"; the last reply is that to call {last}" if engine_reason is not None else ""),
+        where=view.place(call=last),
         hint=_reason_hint(engine_reason, sample_reason),
     )
 
@@ -429,10 +425,10 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
             else f"{reference.finish_reason!s}, as the engine returned"
         ),
         observed=(
-            f"the last reply, to call {last.number}, ended by {reference.finish_reason!s}, granted"
-            f" {last.call.max_tokens}"
+            f"the last reply, to call {last.call.call_id}, ended by {reference.finish_reason!s},"
+            f" granted {last.call.max_tokens}"
         ),
-        where=view.place(call=last.number),
+        where=view.place(call=last.call.call_id),
         hint=(
             "The engine ended the response itself: a complete answer counts as truncated, and"
             " is filtered or penalised."
@@ -485,10 +481,11 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
                 f"A reply without tokens changed the budget from {budget_before} to {budget_after}",
                 kind="a reply without tokens lowered the budget",
                 expected=(
-                    f"call {after.number} may sample {budget_before}, as call {before.number} might"
+                    f"call {after.call.call_id} may sample {budget_before}, as call"
+                    f" {before.call.call_id} might"
                 ),
                 observed=f"max_tokens={budget_after} in {call_name(after)}",
-                where=view.place(call=after.number, server=after.call.server_id),
+                where=view.place(call=after.call.call_id, server=after.call.server_id),
                 hint=(
                     "An abort before the first token costs nothing: subtract the returned"
                     " tokens, not the attempts."

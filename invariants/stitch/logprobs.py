@@ -188,8 +188,8 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
             " request wants them",
             kind="calls do not request logprobs",
             expected="every attempt requests logprobs from the engine",
-            observed=f"call {listing(attempt.number for attempt in without[:6])} does not",
-            where=view.place(call=without[0].number, server=without[0].call.server_id),
+            observed=f"call {listing(attempt.call.call_id for attempt in without[:6])} does not",
+            where=view.place(call=without[0].call.call_id, server=without[0].call.server_id),
             hint=(
                 "The option was lost on a resume: build the parameters of each attempt from"
                 " the request's."

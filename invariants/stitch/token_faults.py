@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollproof.core.records import FinishReason, Scalar
-from rollproof.invariants._shared.phrases import count, segment_name, share, window
+from rollproof.invariants._shared.phrases import call_id, count, segment_name, share, window
 from rollproof.judging.partial_replies import streamed
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
     # Checked first: after a restart everything else would look like added or doubled tokens.
     restart = _restart_before(view, response)
     if restart is not None:
-        kind = "tokens from before a restart"
-        title = f"The response is not what was sampled since call {restart.attempt} started again"
+        kind, call = "tokens from before a restart", call_id(view, restart.attempt)
+        title = f"The response is not what was sampled since call {call} started again"
         hint = (
-            f"Call {restart.attempt} sent {count(restart.sent, 'token')} of {restart.delivered},"
+            f"Call {call} sent {count(restart.sent, 'token')} of {restart.delivered},"
             " so the tokens after it were sampled without the rest, and tokens from before it"
             " no longer belong to the sample. Resume with them, or drop them."
         )
@@ -210,11 +210,11 @@ def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
                 if streamed(attempt):
                     return (
                         "A stream delivered them before it broke, and the call after call"
-                        f" {attempt.number} was made without them."
+                        f" {attempt.call.call_id} was made without them."
                     )
                 return (
-                    f"They are in the reply to call {attempt.number} that was lost on its way:"
-                    " the stack cannot have received them."
+                    f"They are in the reply to call {attempt.call.call_id} that was lost on its"
+                    " way: the stack cannot have received them."
                 )
     return ""
 

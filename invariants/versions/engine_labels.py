@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Versions
 from rollproof.core.records import Version
-from rollproof.invariants._shared.phrases import count, ranges, share, verb, version_name
+from rollproof.invariants._shared.phrases import call_id, count, ranges, share, verb, version_name
 from rollproof.invariants.versions.samplers import (
     Key,
     Sampler,
@@ -116,9 +116,11 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
                 else "the engine shows a version for tokens that it did not sample"
             ),
             expected=sampled_by(parts_of_call),
-            observed=f"{sampled_by(wrong, shown=True)}, in the reply to call {number}",
+            observed=(
+                f"{sampled_by(wrong, shown=True)}, in the reply to call {attempt.call.call_id}"
+            ),
             where=view.place(
-                call=number,
+                call=attempt.call.call_id,
                 server=attempt.call.server_id,
                 index=wrong[0].start,
                 version=wrong[0].shown,
@@ -217,7 +219,7 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
             " names other weights, at response index"
             f" {ranges(i for part, _ in tagged_parts for i in range(part.start, part.end))}"
         ),
-        where=view.place(index=first.start, call=first.attempt, version=tag),
+        where=view.place(index=first.start, call=call_id(view, first.attempt), version=tag),
         hint=(
             "update_weights() without global_steps leaves the old label on the new weights (verl's"
             " CheckpointEngineManager sets it only when it is given): pass the step, or clear the"
@@ -279,7 +281,7 @@ def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
         ),
         expected="no version, or the true one: " + sampled_by([part for part, _ in wrong]),
         observed=f"version {tag_list(dict.fromkeys(tag for _, tag in wrong))}",
-        where=view.place(index=part.start, call=part.attempt, version=tag),
+        where=view.place(index=part.start, call=call_id(view, part.attempt), version=tag),
         hint=(
             "The weights were loaded without a label, and the stack still names older ones:"
             " update_weights() without global_steps leaves the old number in place (verl's"

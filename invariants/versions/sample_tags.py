@@ -15,7 +15,7 @@ from rollproof.core.contract import Versions
 from rollproof.core.records import Rollout, Version
 from rollproof.invariants._shared.delivery import missing_reason
 from rollproof.invariants._shared.event_check import case_actions
-from rollproof.invariants._shared.phrases import count, listing, verb, version_name
+from rollproof.invariants._shared.phrases import call_id, count, listing, verb, version_name
 from rollproof.invariants.versions.samplers import (
     Key,
     Sampler,
@@ -345,7 +345,7 @@ def _min_max_hint(
 ) -> str:
     sampled = {label for part in parts for label in part.labels or ()}
     empty = [
-        attempt.number
+        attempt.call.call_id
         for attempt in view.segments
         if attempt.consumed is not None and not attempt.consumed.output.token_ids
     ]
@@ -523,7 +523,8 @@ def _call_finding(
     parts: Sequence[Sampler],
     out: Collector,
 ) -> None:
-    with_tokens = [call for call in calls if not call[1]]
+    with_tokens = [tagged_call for tagged_call in calls if not tagged_call[1]]
+    call: int | None = None
     for candidates in (with_tokens, calls):
         if len(candidates) == len(tags):
             wrong = next(
@@ -534,19 +535,17 @@ def _call_finding(
                 ),
                 0,
             )
+            call = call_id(view, candidates[wrong][0])
             title = (
-                f"Call {candidates[wrong][0]} is tagged with {version_name(tags[wrong])},"
+                f"Call {call} is tagged with {version_name(tags[wrong])},"
                 " which sampled none of its tokens"
             )
-            call, kind = candidates[wrong][0], "a call's tag sampled none of its tokens"
+            kind = "a call's tag sampled none of its tokens"
             break
     else:
-        title, call = (
-            (
-                f"The sample has {count(len(tags), 'call version')} for"
-                f" {count(len(with_tokens), 'call')} that returned tokens"
-            ),
-            None,
+        title = (
+            f"The sample has {count(len(tags), 'call version')} for"
+            f" {count(len(with_tokens), 'call')} that returned tokens"
         )
         kind = "another number of tags than of calls"
     out.finding(

@@ -99,7 +99,7 @@ def test_an_answer_that_is_thrown_away_is_found() -> None:
     script.reply(script.call((1, 2)), (3, 4), reason="abort")
     script.reply(script.call((1, 2)), (3, 4, 5), reason="stop")
     finding = finds("stitch.resume-prompt", script.result((3, 4, 5)))
-    assert "Call 1 throws away 2 of 2 tokens delivered before it" == finding.title
+    assert "Call 2 throws away 2 of 2 tokens delivered before it" == finding.title
 
 
 def test_a_guess_is_not_a_call_after_the_end() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Admit, Gauge, Result
 from rollproof.core.records import Span
+from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check, Collector, Finding, request_check, trace_check
 from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.registry import Registry
@@ -64,6 +65,27 @@ def resumed() -> TraceScript:
     script.reply(script.call((1, 2, 5, 6, 7)), [4], "length", version=1)
     script.result([5, 6, 7, 4])
     return script
+
+
+def test_a_call_has_one_number_in_a_finding_and_in_its_story() -> None:
+    """Also where another request called first, so that the ids of a request do not begin at 1. The
+    reply to the call that was wrong is marked.
+    """
+    script = TraceScript()
+    script.submit("r1", prompt=(8, 9))
+    script.reply(script.call((8, 9), request_id="r1"), [5], "stop", version=0)
+    script.submit("r0", prompt=(1, 2))
+    call = script.call((1, 2), request_id="r0")
+    script.reply(call, [5, 6, 7], "abort", version=0)
+    script.reply(script.call((1, 2), request_id="r0"), [4], "length", version=0)
+    script.result([4], request_id="r0")
+    registry = default_registry().select(["stitch.resume-prompt"])
+    finding = judge(script.trace(), registry)["stitch.resume-prompt"].findings[0]
+    assert "Call 3 throws away 3 of 3 tokens delivered before it" == finding.title
+    assert 3 == finding.where["call"]
+    assert ["call 3 on s0 (v0) got 2 tokens, sampled 1 token, ended by length: segment 1"] == [
+        moment.text for moment in finding.story if moment.broke
+    ]
 
 
 def test_a_request_is_told_from_its_submission_to_its_sample() -> None:

@@ -37,12 +37,12 @@ class TestCutTurns:
         """The middle turn was aborted, and the sample ends by ``stop``."""
         finding = finds(self.ID, story(*CUT))
         assert "The environment answered turn 1, which an abort had cut off" == finding.title
-        assert finding.expected.startswith("call 1 ended by abort: its turn is resumed before")
+        assert finding.expected.startswith("call 2 ended by abort: its turn is resumed before")
         assert (
             "1 token of the environment follow, 2 of 2 tokens of the cut turn have loss mask 1, and"
             " the sample ends by stop" == finding.observed
         )
-        assert {"request": "r0", "call": 1, "server": "s0", "index": 6} == finding.where
+        assert {"request": "r0", "call": 2, "server": "s0", "index": 6} == finding.where
 
     def test_a_resumed_turn_passes(self) -> None:
         """The abort was resumed, then the environment answered."""
@@ -118,7 +118,7 @@ class TestEndedTurns:
             == finding.title
         )
         assert (
-            "1 token of the environment after call 1, then another turn: 1 answer left, 34 tokens"
+            "1 token of the environment after call 2, then another turn: 1 answer left, 34 tokens"
             " of the budget left" == finding.expected
         )
         assert "a sample of 6 tokens, finish reason stop" == finding.observed

@@ -30,20 +30,20 @@ class TestResumePrompt:
         [
             (
                 (1, 2),
-                "Call 1 throws away 3 of 3 tokens delivered before it",
+                "Call 2 throws away 3 of 3 tokens delivered before it",
                 2,
                 "samples those tokens again",
             ),
             (
                 (1, 2, 11),
-                "Call 1 throws away 2 of 3 tokens delivered before it",
+                "Call 2 throws away 2 of 3 tokens delivered before it",
                 3,
                 "samples those tokens again",
             ),
             (
                 (1, 2, 11, 13),
                 (
-                    "Call 1 resumes from a sequence that differs from what was delivered, from"
+                    "Call 2 resumes from a sequence that differs from what was delivered, from"
                     " position 3 on"
                 ),
                 3,
@@ -52,7 +52,7 @@ class TestResumePrompt:
             (
                 (1, 2, 99, 12, 13),
                 (
-                    "Call 1 resumes from a sequence that differs from what was delivered, from"
+                    "Call 2 resumes from a sequence that differs from what was delivered, from"
                     " position 2 on"
                 ),
                 2,
@@ -60,20 +60,20 @@ class TestResumePrompt:
             ),
             (
                 (1, 2, 11, 12, 13, 7),
-                "Call 1 sends 1 token more than the prompt and what was delivered",
+                "Call 2 sends 1 token more than the prompt and what was delivered",
                 5,
                 "tokens that no engine sampled",
             ),
             (
                 (1, 2, 11, 12, 13, 12, 13),
-                "Call 1 sends 2 tokens more than the prompt and what was delivered",
+                "Call 2 sends 2 tokens more than the prompt and what was delivered",
                 5,
                 "appended twice",
             ),
             (
                 (1,),
                 (
-                    "Call 1 resumes from a sequence that differs from what was delivered, from"
+                    "Call 2 resumes from a sequence that differs from what was delivered, from"
                     " position 1 on"
                 ),
                 1,
@@ -87,7 +87,7 @@ class TestResumePrompt:
         """Thrown away, altered, added: the finding says which, how many and where."""
         finding = finds(self.ID, self._resume(*sent))
         assert title == finding.title
-        assert {"request": "r0", "call": 1, "position": position, "server": "s0"} == finding.where
+        assert {"request": "r0", "call": 2, "position": position, "server": "s0"} == finding.where
         assert hint in finding.hint
         assert finding.expected.startswith(
             "prompt (2) + delivered response (3) = 5 tokens: [1, 2, 11, 12, 13]"
@@ -121,7 +121,7 @@ class TestResumePrompt:
             ScriptedCall(tokens=(21, 22), restart=True),
             ScriptedCall(tokens=(31,), restart=True, reason="stop"),
         )
-        assert 3 == finds(self.ID, script_rollout(*later)).where["call"]
+        assert 4 == finds(self.ID, script_rollout(*later)).where["call"]
 
     def test_a_restart_is_the_engines_way_where_it_resumes(self) -> None:
         """A contract that does not resume on the client's side promises nothing about
@@ -150,7 +150,7 @@ class TestResumePrompt:
         story.reply(story.call((1, 2, 12), max_tokens=6), (13,), "abort", delivered=False)
         story.reply(story.call((1, 2, 11, 12), max_tokens=6), (14,), "stop")
         finding = finds(self.ID, story)
-        assert ("prompt (2) + delivered response (2) = 4 tokens: [1, 2, 11, 12]", 1) == (
+        assert ("prompt (2) + delivered response (2) = 4 tokens: [1, 2, 11, 12]", 2) == (
             finding.expected,
             finding.where["call"],
         )
@@ -160,7 +160,7 @@ class TestResumePrompt:
         story = self._resume(1, 2, 11, 13, 91, reason="stop")
         finding = finds(self.ID, story)
         assert (
-            "Call 1 begins a turn on a history that differs from what was delivered, from position"
+            "Call 2 begins a turn on a history that differs from what was delivered, from position"
             " 3 on" == finding.title
         )
         assert "rendered again" in finding.hint
@@ -231,12 +231,12 @@ class TestNoCallAfterEnd:
     def test_asking_on_after_a_stop_is_found(self) -> None:
         """A loop that ends on the budget alone."""
         finding = finds(self.ID, self._again("stop"))
-        assert "Call 1 was made after the rollout had ended" == finding.title
+        assert "Call 2 was made after the rollout had ended" == finding.title
         assert (
-            "call 1 (to server s0) sends 4 of the 4 known tokens and requests more"
+            "call 2 (to server s0) sends 4 of the 4 known tokens and requests more"
             == finding.observed
         )
-        assert {"request": "r0", "call": 1, "position": 4, "server": "s0"} == finding.where
+        assert {"request": "r0", "call": 2, "position": 4, "server": "s0"} == finding.where
         assert {self.ID} == blamed(self._again("stop"))
 
     def test_completed_with_budget_left_is_an_end(self) -> None:
@@ -299,8 +299,8 @@ class TestParameters:
                 self._call(temperature=0.7, top_p=0.9), self._call(top_p=0.9), abort_surfaces=True
             ),
         )
-        assert "Call 1 changes 1 sampling parameter: temperature" == finding.title
-        assert ("temperature=0.7, as in call 0", "temperature=(absent)") == (
+        assert "Call 2 changes 1 sampling parameter: temperature" == finding.title
+        assert ("temperature=0.7, as in call 1", "temperature=(absent)") == (
             finding.expected,
             finding.observed,
         )
@@ -446,7 +446,7 @@ class TestParameters:
         )
         story = script_rollout(*parts, request={"media": "a.png"})
         finding = finds("stitch.media", story)
-        assert f"Call 1 {verb} the request's media" == finding.title
+        assert f"Call 2 {verb} the request's media" == finding.title
         assert "verl #4842" in finding.hint
         assert {"stitch.media"} == blamed(story)
 

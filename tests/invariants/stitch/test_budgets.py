@@ -23,10 +23,10 @@ class TestGranted:
             A, ScriptedCall(tokens=(13, 14, 15), reason="length", call={"max_tokens": 5}), budget=5
         )
         finding = finds(self.ID, story)
-        assert "Call 1 may sample 5 tokens, but only 3 of 5 are left" == finding.title
+        assert "Call 2 may sample 5 tokens, but only 3 of 5 are left" == finding.title
         assert "at most 5 - 2 already sampled = 3" == finding.expected
         assert (
-            "max_tokens=5 in call 1 (to server s0); too much in 1 of 2 calls of the request"
+            "max_tokens=5 in call 2 (to server s0); too much in 1 of 2 calls of the request"
             == finding.observed
         )
         assert "verl #7207" in finding.hint
@@ -51,7 +51,7 @@ class TestGranted:
             request={"limit": 8},
         )
         assert (
-            "Call 0 states no budget, although 8 tokens of 8 are left"
+            "Call 1 states no budget, although 8 tokens of 8 are left"
             == finds(self.ID, story).title
         )
 
@@ -91,7 +91,7 @@ class TestGranted:
             budget=9,
             request={"limit": 4},
         )
-        assert "Call 0 may sample 9 tokens, but only 4 of 4 are left" == finds(self.ID, story).title
+        assert "Call 1 may sample 9 tokens, but only 4 of 4 are left" == finds(self.ID, story).title
 
     def test_without_a_budget_nothing_is_granted_too_much(self) -> None:
         """Neither stated nor configured."""
@@ -109,7 +109,7 @@ class TestTotal:
         """Accepted draft tokens were not cut."""
         story = script_rollout(ScriptedCall(tokens=(11, 12, 13, 14), reason="length"), budget=3)
         finding = finds(self.ID, story)
-        assert "The reply to call 0 holds 4 tokens, 1 more than it was granted" == finding.title
+        assert "The reply to call 1 holds 4 tokens, 1 more than it was granted" == finding.title
         assert ("at most max_tokens=3", "4 tokens from server s0") == (
             finding.expected,
             finding.observed,
@@ -296,7 +296,7 @@ class TestFinishLength:
                 (A,),
                 8,
                 "The sample says length after 2 tokens of 8",
-                "the last reply, to call 0, ended by abort, granted 8",
+                "the last reply, to call 1, ended by abort, granted 8",
             ),
             (
                 (A, ScriptedCall(tokens=(13,), reason="stop")),
@@ -398,7 +398,7 @@ class TestZeroTokenSegments:
         )
         finding = finds(self.ID, story)
         assert "A reply without tokens changed the budget from 6 to 5" == finding.title
-        assert "call 2 may sample 6, as call 1 might" == finding.expected
+        assert "call 3 may sample 6, as call 2 might" == finding.expected
         assert {self.ID} == blamed(story)
 
     def test_the_same_again_is_right(self) -> None:

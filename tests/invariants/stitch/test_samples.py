@@ -364,7 +364,7 @@ class TestTokens:
             ScriptedCall(tokens=(12,), reason="stop"),
         )
         finding = finds(self.ID, script_rollout(*parts, sample={"response": (11, 88, 89, 12)}))
-        assert "They are in the reply to call 1 that was lost on its way" in finding.hint
+        assert "They are in the reply to call 2 that was lost on its way" in finding.hint
 
     def test_tokens_from_before_a_restart_are_explained(self) -> None:
         """They were sampled, delivered, and then given up; a plain loss after a restart stays a
@@ -376,8 +376,8 @@ class TestTokens:
             ScriptedCall(tokens=(21, 22), restart=True, reason="stop"),
         )
         finding = finds(self.ID, script_rollout(*parts, sample={"response": (11, 12, 21, 22)}))
-        assert "The response is not what was sampled since call 2 started again" == finding.title
-        assert finding.hint.startswith("Call 2 sent 2 tokens of 4")
+        assert "The response is not what was sampled since call 3 started again" == finding.title
+        assert finding.hint.startswith("Call 3 sent 2 tokens of 4")
         lost = finds(self.ID, script_rollout(*parts, sample={"response": (21,)}))
         assert "1 of 2 sampled tokens is missing from the response" == lost.title
 

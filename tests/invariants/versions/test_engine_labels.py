@@ -45,10 +45,10 @@ class TestEngineTags:
         finding = finds(self.ID, story)
         assert "The engine shows version 1 for 4 tokens that it did not sample" == finding.title
         assert "version 0 for tokens 0-3" == finding.expected
-        assert "version 1 for tokens 0-3, in the reply to call 0" == finding.observed
+        assert "version 1 for tokens 0-3, in the reply to call 1" == finding.observed
         assert {
             "request": "r0",
-            "call": 0,
+            "call": 1,
             "server": "s0",
             "index": 0,
             "version": 1,
@@ -254,7 +254,7 @@ class TestUnknownStaysUnknown:
             == finding.title
         )
         assert "no version, or the true one: version 1 for token 2" == finding.expected
-        assert (2, 1, guess) == (
+        assert (2, 2, guess) == (
             finding.where["index"],
             finding.where["call"],
             finding.where["version"],

@@ -383,14 +383,14 @@ class TestMinMax:
                 0,
                 1,
                 "The min version of the sample is not that of its tokens",
-                "No token was sampled by version 0; call 0 was aborted before its first one",
+                "No token was sampled by version 0; call 1 was aborted before its first one",
             ),
             (
                 (OLD, ScriptedCall(version=1, reason="stop")),
                 0,
                 1,
                 "The max version",
-                "No token was sampled by version 1; call 1 was aborted before its first one",
+                "No token was sampled by version 1; call 2 was aborted before its first one",
             ),
             (
                 (
@@ -489,11 +489,11 @@ class TestCallTags:
     @pytest.mark.parametrize(
         ("tags", "title", "call"),
         [
-            ((1, 1), "Call 0 is tagged with version 1, which sampled none of its tokens", 0),
-            ((0, 0), "Call 2 is tagged with version 0, which sampled none of its tokens", 2),
+            ((1, 1), "Call 1 is tagged with version 1, which sampled none of its tokens", 1),
+            ((0, 0), "Call 3 is tagged with version 0, which sampled none of its tokens", 3),
             ((0,), "The sample has 1 call version for 2 calls that returned tokens", None),
             ((0, 1, 1, 1), "The sample has 4 call versions for 2 calls that returned tokens", None),
-            ((0, 1, 0), "Call 2 is tagged with version 0, which sampled none of its tokens", 2),
+            ((0, 1, 0), "Call 3 is tagged with version 0, which sampled none of its tokens", 3),
         ],
     )
     def test_each_fault_is_named(
