@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import rollproof.contracts  # noqa: F401 - an attribute, for type checkers
     from rollproof.core.case import Action as Action
     from rollproof.core.case import ActionKind as ActionKind
     from rollproof.core.case import Case as Case
@@ -182,6 +183,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "contracts":  # a module of public functions: `rollproof.contracts.verl()`
+        return importlib.import_module("rollproof.contracts")
     if name not in _HOME:
         raise AttributeError(f"module 'rollproof' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"rollproof.{_HOME[name]}"), name)

@@ -13,8 +13,10 @@ import typer
 
 from rollproof.cli.check import check
 from rollproof.cli.checks import checks
+from rollproof.cli.contract import contract_commands
 from rollproof.cli.doctor import doctor
 from rollproof.cli.gap import gap
+from rollproof.cli.init import init
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.replay import replay
 from rollproof.cli.safe_stdio import stdout_failure
@@ -50,8 +52,9 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (verify, check, replay, gap, serve, known_bugs, checks, doctor):
+for _command in (init, verify, check, replay, gap, serve, known_bugs, checks, doctor):
     app.command(_command.__name__.replace("_", "-"))(_command)
+app.add_typer(contract_commands)
 
 
 def _version(requested: bool) -> None:

@@ -27,6 +27,8 @@ PUBLIC_MODULES: Mapping[str, str] = {
     "rollproof.records": "records, and the array types of their fields",
     "rollproof.trace": "the events of a trace",
     "rollproof.store": "reading and writing trace files",
+    "rollproof.contracts": "contracts of public stacks, to start from",
+    "rollproof.contracts.stand_in": "a client that keeps any contract",
     "rollproof.layouts": "layouts of routing replay over ranks",
     "rollproof.replay.contract": "the contract of a trainer with routing replay",
     "rollproof.replay.terms": "the enums of that contract",

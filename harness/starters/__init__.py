@@ -1,0 +1,1 @@
+"""Test files to start from, which ``rollproof init`` writes."""

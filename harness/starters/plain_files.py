@@ -1,0 +1,178 @@
+"""Test files that need no choices: for batches, layout functions, and the gap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["PLAIN_FILES"]
+
+_BATCHES = '''\
+"""Does our collation keep every token's logprob, mask and routes together? rollproof
+makes samples of awkward lengths and ends, and looks for each of them in the batch.
+
+Run it with `pytest {file}`. It passes as it is: put your own collation in the place of
+`collate`, at the marks (1) to (3).
+"""
+
+import numpy as np
+
+import rollproof
+
+
+class OurBatches:
+    """Joins our collation and rollproof."""
+
+    # (1) What the samples have that your collation gets, and what stands in rows without a
+    # captured route (`filler`). `rollproof contract fields` lists all values.
+    contract = rollproof.Contract(
+        rows="T-1",
+        resume="client",
+        versions="none",
+        logprobs="raw",
+        abort_surfaces=True,
+        loss_mask=True,
+        missing_logprobs="masked",
+        kv_policy="recompute",
+        layer_axis="all",
+        num_layers=4,
+        moe_layers=(1, 2, 3),
+        num_experts=16,
+        top_k=2,
+        filler="minus-one",
+        dtype="int16",
+        provenance="as-sampled",
+    )
+
+    def collate(self, samples):
+        # (2) Make a batch of `rollproof.Rollout`s with your own code.
+        return collate(samples)
+
+    def rows(self, batch):
+        # (3) Say where in your batch each sample is: one BatchRow a sample.
+        return [
+            rollproof.BatchRow(
+                request_id=name,
+                token_ids=batch["input_ids"][i],
+                attention=batch["attention_mask"][i],
+                loss_mask=batch["loss_mask"][i],
+                logprobs=batch["logprobs"][i],
+                routes=None if batch["routes"] is None else batch["routes"][i],
+            )
+            for i, name in enumerate(batch["names"])
+        ]
+
+
+def collate(samples):
+    """Pad on the right. It stands for your own collation."""
+    width = max(sample.total for sample in samples)
+    batch = {{
+        "names": [sample.request_id for sample in samples],
+        "input_ids": np.zeros((len(samples), width), np.int64),
+        "attention_mask": np.zeros((len(samples), width), np.int64),
+        "loss_mask": np.zeros((len(samples), width), np.int64),
+        "logprobs": np.zeros((len(samples), width)),
+        "routes": None,
+    }}
+    if any(sample.routes is not None for sample in samples):
+        batch["routes"] = np.full((len(samples), width, 4, 2), -1, np.int16)
+    for i, sample in enumerate(samples):
+        begin, end = len(sample.prompt_ids), sample.total
+        batch["input_ids"][i, :end] = [*sample.prompt_ids, *sample.response_ids]
+        batch["attention_mask"][i, :end] = 1
+        mask = sample.loss_mask if sample.loss_mask is not None else 1
+        if sample.logprobs is None:
+            mask = 0
+        else:
+            missing = np.isnan(sample.logprobs)
+            batch["logprobs"][i, begin:end] = np.where(missing, 0.0, sample.logprobs)
+            mask = np.where(missing, 0, mask)
+        batch["loss_mask"][i, begin:end] = mask
+        if sample.routes is not None:
+            batch["routes"][i, : len(sample.routes)] = sample.routes
+    return batch
+
+
+class TestOurBatches(rollproof.BatchConformance):
+    subject = OurBatches
+'''
+
+_LAYOUTS = '''\
+"""Do our functions bring every token's routes to the rank and place where its router is?
+rollproof calls them for meshes and sizes of its own, with cells that say where they belong.
+
+Run it with `pytest {file}`. It passes as it is: put your own functions in the place of the
+methods, at the marks (1) and (2).
+"""
+
+import numpy as np
+
+import rollproof
+from rollproof.layouts import Alignment, Layout, Mesh
+
+
+class OurLayouts:
+    """Joins our layout functions and rollproof."""
+
+    # (1) Your conventions; cases vary the sizes. `help(rollproof.layouts.Layout)`.
+    layout = Layout(
+        num_layers=4,
+        num_experts=64,
+        top_k=2,
+        context="contiguous",
+        alignment=Alignment(by=("tp", "cp")),
+        mesh=Mesh(tp=2),
+    )
+
+    # (2) Any of the functions of `rollproof.layouts.functions`, which says what they get
+    # and return; what a class does not have is not judged.
+    def complete(self, layout, routes, tokens):
+        """Rows of one sample, one for each token: the last token was never forwarded."""
+        if not tokens - 1 <= len(routes) <= tokens:
+            raise ValueError(f"{{len(routes)}} rows of routes for {{tokens}} tokens")
+        distinct = np.arange(routes.shape[-1])  # a router needs top_k different experts
+        shape = (tokens - len(routes), *routes.shape[1:])
+        return np.concatenate([routes, np.broadcast_to(distinct, shape)])
+
+
+class TestOurLayouts(rollproof.ReplayLayoutConformance):
+    subject = OurLayouts
+'''
+
+_GAP = '''\
+"""How far are the trainer's logprobs from those of the rollout, for the same tokens?
+
+Run it with `pytest {file}`. It passes as it is, on made-up numbers: put a step of your own
+in the place of `sampled_and_scored`.
+"""
+
+import numpy as np
+
+
+def sampled_and_scored():
+    """Logprobs of the sampled tokens by the engine and by the trainer, (sequences, length),
+    and a mask of the tokens that are trained on.
+    """
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(0.3, (64, 200))
+    trainer = np.minimum(rollout + 0.005 * rng.standard_normal(rollout.shape), 0.0)
+    return rollout, trainer, np.ones(rollout.shape, bool)
+
+
+def test_the_trainer_scores_what_the_engine_sampled(rollproof_gap):
+    rollout, trainer, mask = sampled_and_scored()
+    sequences, length = rollout.shape
+    report = rollproof_gap(
+        rollout.ravel(),
+        trainer.ravel(),
+        sequence_id=np.arange(sequences).repeat(length),
+        mask=mask.ravel(),
+        limits="dense-bf16",  # or moe-bf16, ...: `rollproof gap --help`
+    )
+    print(report.panel)
+'''
+
+PLAIN_FILES: Mapping[str, str] = MappingProxyType(
+    {"batches": _BATCHES, "layouts": _LAYOUTS, "gap": _GAP}
+)
+"""Sources by style, with a place for the name of the file."""

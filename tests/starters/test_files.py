@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollproof.cli.app import run
+from rollproof.judging.report import ExitCode
+from rollproof.starters.plain_files import PLAIN_FILES
+
+ARGUMENTS = [["rollouts"], ["rollouts", "--like", "trl"], *([what] for what in PLAIN_FILES)]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=" ".join)
+def test_what_init_writes_passes_at_once(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """A written file is a test that passes, without a change and without an unknown verdict."""
+    monkeypatch.chdir(pytester.path)
+    assert ExitCode.PASS == run(["init", *arguments])
+    result = pytester.runpytest_subprocess("-q")
+    assert pytest.ExitCode.OK == result.ret
+    assert result.parseoutcomes()["passed"] > 0
+
+
+def test_a_fault_in_the_users_code_turns_a_written_file_red(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a written file tests is the code at its marks: routes without their last row fail."""
+    monkeypatch.chdir(pytester.path)
+    assert ExitCode.PASS == run(["init"])
+    file = Path("test_rollouts.py")
+    text = file.read_text(encoding="utf-8")
+    wrong = text.replace("routes=sample.routes,", "routes=sample.routes[:-1],")
+    assert wrong != text
+    file.write_text(wrong, encoding="utf-8")
+    result = pytester.runpytest_subprocess("-q", "-k", "routes.rows")
+    assert {"failed": 1} == {
+        name: count for name, count in result.parseoutcomes().items() if name == "failed"
+    }
+
+
+def test_init_writes_where_tests_are_and_never_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder `tests` is used if there is one; a file that exists stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    Path("tests").mkdir()
+    assert ExitCode.PASS == run(["init", "--like", "slime"])
+    file = Path("tests/test_rollouts.py")
+    written = file.read_text(encoding="utf-8")
+    assert "latest-prefill" in written
+    assert ExitCode.USAGE == run(["init"])
+    assert "exists, and nothing was changed" in capsys.readouterr().err
+    assert written == file.read_text(encoding="utf-8")
+    for arguments, words in (
+        (["init", "batches", "--like", "verl"], "options of rollouts"),
+        (["init", "--like", "nothing", "--to", "a.py"], "No preset is named"),
+        (["init", "--to", "no/such/folder.py"], "cannot be written"),
+        (["init", "--like", "trl", "--routes", "--to", "b.py"], "carry no routes"),
+    ):
+        assert ExitCode.USAGE == run(arguments)
+        assert words in capsys.readouterr().err
+    assert ["tests"] == [path.name for path in tmp_path.iterdir()]
