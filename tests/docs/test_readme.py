@@ -81,6 +81,8 @@ def test_the_example_fails_as_the_readme_says(pytester: pytest.Pytester) -> None
     )
     assert 1 == result.parseoutcomes()["failed"]
     assert next(line for line in shown if " checks: " in line) in result.outlines
+    (failed,) = (line.removesuffix("...") for line in shown if line.startswith("FAILED"))
+    assert any(line.startswith(failed) for line in result.outlines)
     assert shown[-1].rpartition(" in ")[0] == result.outlines[-1].strip("= ").rpartition(" in ")[0]
 
 
