@@ -15,7 +15,9 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout
 
 if TYPE_CHECKING:
-    # only annotations name these: the fleet is in a higher layer, and importing it takes a while
+    # Only annotations name these: the fleet is in a higher layer, and importing it takes a while.
+    # It is no protocol of fewer methods, because a user's `start(self, fleet: rollproof.Fleet)`
+    # would then not be of the type that `RolloutSubject` says.
     from rollproof.core.engine_protocol import Query, Watch, WeightUpdate
     from rollproof.core.events.replay import Outcome, Step
     from rollproof.core.router_spy import Spy

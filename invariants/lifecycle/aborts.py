@@ -189,7 +189,7 @@ class LifecycleAbortHitsTarget(EventCheck):
             )
 
     def _unrelated(self, wanted: str, aborted: Mapping[int, str]) -> list[int]:
-        """Return the calls of ``hit`` that ``wanted`` does not name; if the id is unknown, those
+        """Return the aborted calls that ``wanted`` does not name; if the id is unknown, those
         after the first request or group.
         """
         unrelated = [
