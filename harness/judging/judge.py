@@ -47,9 +47,11 @@ from rollproof.judging.guessed_calls import GuessedCalls
 from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.preceding_events import PrecedingEvents
+from rollproof.judging.prefill_calls import set_aside_prefills
 from rollproof.judging.races import set_aside_losers
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
+from rollproof.judging.turn_samples import take_turn
 
 __all__ = ["Judge", "Judgement", "Tally"]
 
@@ -388,6 +390,9 @@ class Judge:
             assign_partial_replies(view)
         # While the request was open, neighbours may have computed values from an incomplete view.
         view.settle()
+        # before races: whose calls are alike is known only without these
+        take_turn(view)
+        set_aside_prefills(view)
         if self._driven:
             self._settle_owners(view)
         else:

@@ -47,7 +47,8 @@ class _Shown:
 
 def set_aside_losers(view: RequestView) -> None:
     """Move the calls that lost a race from the attempts of a request to ``set_aside``."""
-    kept, view.undecided_race = _kept(view)
+    kept, undecided = _kept(view)
+    view.undecided_race = view.undecided_race or undecided
     losers = [attempt for attempt in view.attempts if attempt not in kept]
     if losers:
         view.set_aside += losers

@@ -16,6 +16,7 @@ from rollproof.core.oracle import Oracle
 from rollproof.core.records import Request, Rollout, Scalar
 from rollproof.core.trace import Header
 from rollproof.judging.attempt import Attempt
+from rollproof.judging.route_slices import RowPiece
 from rollproof.judging.stitching import Stitched, stitch
 from rollproof.judging.weight_history import WeightHistory
 
@@ -47,6 +48,10 @@ class RequestView:
         attribute.
     set_aside: Calls of the request that its sample was not made of: they lost a race
         (``rollproof.judging.races``). No check takes them for segments.
+    context_rows: Route rows that calls set aside captured, and that the sample may hold: of calls
+        that only prefilled (``rollproof.judging.prefill_calls``), and of earlier turns.
+    earlier_turns: How many response tokens of earlier turns are the prompt of the sample, because
+        each turn is a sample of its own (``rollproof.judging.turn_samples``).
     undecided_race: Whether calls of one prompt overlapped, and neither a later call nor the sample
         shows which of the replies was used.
     internal_calls: Calls that the stack declared to belong to no request and that begin with the
@@ -76,6 +81,8 @@ class RequestView:
         self.memo: dict[str, Any] = {}
         self.unattributed_calls: bool = False
         self.set_aside: list[Attempt] = []
+        self.context_rows: list[RowPiece] = []
+        self.earlier_turns: int = 0
         self.undecided_race: bool = False
         self.internal_calls: Sequence[Attempt] = ()
 
@@ -96,7 +103,7 @@ class RequestView:
 
     def settle(self) -> None:
         """Forget what was computed before the request ended, while it was a neighbour of others."""
-        for name in ("stitched", "segments", "total_ids"):
+        for name in ("stitched", "segments", "total_ids", "_turns"):
             self.__dict__.pop(name, None)
         self.memo.clear()
 

@@ -417,13 +417,15 @@ class LifecycleSurvivesDeath(EventCheck):
         ]
         out.exercised("requests in flight at a server's death", len(deaths))
         unanswered, begin = None, 0
+        resumes = self.context.contract.resume is ResumeBy.CLIENT
         for attempt, death in deaths:
             later = next((a.call for a in view.attempts if a.call.index > death.index), None)
             # An answer, late or to another call, explains what the stack does then.
             if later is None or not _answered(view, death.index, later.index):
                 # the reply to a call that raced with this one may have come before the death
                 unanswered, begin = death, attempt.call.index
-                if later is not None and self.context.contract.resume is ResumeBy.CLIENT:
+                # what an undecided race brought may be known or not
+                if later is not None and resumes and not view.undecided_race:
                     self._compare(view, attempt, death, later, out)
         if unanswered is None or event is None or _answered(view, begin, event.index):
             return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import FinishReason
-from rollproof.invariants._shared.declared_limits import no_answers
+from rollproof.invariants._shared.answered_turns import expect_answers
 from rollproof.invariants._shared.delivery import existing_delivery, reliable_delivery
 from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.phrases import call_id, count, share
@@ -36,8 +36,7 @@ _UNFINISHED = (FinishReason.ABORT, FinishReason.ERROR)
 )
 def lifecycle_cut_turns_not_answered(view: RequestView, out: Collector) -> None:
     """Look for an answer to a turn whose last reply was an abort."""
-    if reason := no_answers(view.contract):
-        out.inapplicable(reason)
+    expect_answers(view, out)
     delivered = existing_delivery(view, out)
     if delivered is None:
         return

@@ -19,7 +19,7 @@ from rollproof.core.contract import Contract, Filler, LayerAxis, Rows
 from rollproof.core.records import IntArray
 from rollproof.invariants._shared.delivery import delivery
 from rollproof.invariants._shared.phrases import call_id
-from rollproof.judging.route_slices import RowPiece
+from rollproof.judging.route_slices import RowPiece, overlay
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
@@ -46,7 +46,7 @@ class RouteEvidence:
     hindrance: Why rows cannot be compared by position, or ``None``.
     shape_fits: Whether layers and top-k are as declared.
     engine_columns: The MoE columns of the engines' rows, ``None`` for all.
-    alternatives: Rows of replies without tokens, which are right, too.
+    alternatives: Rows of replies without tokens and of calls set aside, which are right, too.
     """
 
     contract: Contract
@@ -187,7 +187,7 @@ class RouteEvidence:
         )
 
     def _without_alternatives(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Drop the positions with the row of a reply without tokens."""
+        """Drop the positions with the row of another forward pass, which is right, too."""
         # A forward pass computed these rows as well, although nothing was sampled from it.
         for other in self.alternatives:
             inside = np.flatnonzero((positions >= other.start) & (positions < other.end))
@@ -265,6 +265,8 @@ def _gather(view: RequestView) -> RouteEvidence:
     assert rollout is not None
     routes = rollout.routes
     pieces = stitched.pieces
+    for piece in _context_rows(view, pieces):
+        pieces = overlay(pieces, piece, keep=True)
     # Some stacks deliver an empty array for "no routes".
     if routes is not None and not len(routes) and not pieces:
         routes = None
@@ -324,7 +326,7 @@ def _ends_masked(view: RequestView, length: int) -> bool:
 
 
 def _alternatives(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[RowPiece, ...]:
-    """Return the rows of received replies that sampled nothing."""
+    """Return the rows of received replies that sampled nothing, and of calls that are set aside."""
     pieces_without_tokens = []
     for attempt in view.attempts:
         output = attempt.consumed.output if attempt.consumed is not None else None
@@ -338,7 +340,13 @@ def _alternatives(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[RowP
                     output.routes[: max(0, len(attempt.call.prompt_ids) - output.routes_start)],
                 )
             )
-    return tuple(pieces_without_tokens)
+    return (*pieces_without_tokens, *_context_rows(view, pieces))
+
+
+def _context_rows(view: RequestView, pieces: tuple[RowPiece, ...]) -> list[RowPiece]:
+    """Return the rows of calls that are set aside which the sample may hold."""
+    shape = pieces[0].rows.shape[1:] if pieces else ()
+    return [piece for piece in view.context_rows if piece.rows.shape[1:] == shape]
 
 
 def _unforwarded(view: RequestView, length: int) -> int:

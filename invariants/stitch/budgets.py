@@ -26,6 +26,8 @@ from rollproof.invariants.stitch.attempts import not_resumed
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollproof.judging.attempt import Attempt
     from rollproof.judging.judge_context import JudgeContext
     from rollproof.judging.request_view import RequestView
@@ -476,6 +478,7 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
             and budget_after is not None
             and budget_after < budget_before
             and not _wasovergranted(view, before)
+            and not _only_a_portion(before, attempts[after.number :])
         ):
             out.finding(
                 f"A reply without tokens changed the budget from {budget_before} to {budget_after}",
@@ -492,6 +495,26 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
                 ),
             )
             return
+
+
+def _only_a_portion(before: Attempt, later: Sequence[Attempt]) -> bool:
+    """Return whether the calls after an empty reply sample what its call might have: in portions,
+    as by a proxy whose prefill server samples one token, or one that ended naturally when it was
+    used up.
+    """
+    assert before.call.max_tokens is not None
+    reach = len(before.call.prompt_ids) + before.call.max_tokens
+    for attempt in later:
+        budget, reply = attempt.call.max_tokens, attempt.consumed
+        if budget is None or len(attempt.call.prompt_ids) + budget >= reach:
+            return True
+        if (
+            reply is not None
+            and reply.output.finish_reason is FinishReason.STOP
+            and len(reply.output.token_ids) == budget
+        ):
+            return True
+    return False
 
 
 # A single sample may have met a cap of the stack's own, which is as good as a budget

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollproof.core.limits import AnswerCut, RolloutLimits
-from rollproof.invariants._shared.declared_limits import no_answers
+from rollproof.invariants._shared.answered_turns import expect_answers
 from rollproof.invariants._shared.delivery import Delivery, reliable_delivery
 from rollproof.invariants._shared.phrases import count, share, window
 from rollproof.invariants.stitch.token_faults import contains
@@ -41,8 +41,7 @@ _CUT = (
 )
 def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
     """Compare what the request declares, what its calls sent, and what the sample holds."""
-    if reason := no_answers(view.contract):
-        out.inapplicable(reason)
+    expect_answers(view, out)
     delivered = reliable_delivery(view, out)
     if delivered is None:
         return

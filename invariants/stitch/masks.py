@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, MaskedTokens
-from rollproof.invariants._shared.declared_limits import no_answers
+from rollproof.invariants._shared.answered_turns import expect_answers
 from rollproof.invariants._shared.delivery import (
     existing_delivery,
     reliable_delivery,
@@ -97,8 +97,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
 )
 def stitch_mask_environment(view: RequestView, out: Collector) -> None:
     """Check the mask of every token that no policy sampled."""
-    if reason := no_answers(view.contract):
-        out.inapplicable(reason)
+    expect_answers(view, out)
     delivered = reliable_delivery(view, out)
     if delivered is None:
         return

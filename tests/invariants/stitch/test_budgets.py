@@ -383,6 +383,9 @@ class TestFinishLength:
         )
 
 
+_PORTION = ScriptedCall(tokens=(13,), call={"max_tokens": 1}, reason="length")
+
+
 class TestZeroTokenSegments:
     """``stitch.zero-token-segments``."""
 
@@ -400,6 +403,31 @@ class TestZeroTokenSegments:
         assert "A reply without tokens changed the budget from 6 to 5" == finding.title
         assert "call 3 may sample 6, as call 2 might" == finding.expected
         assert {self.ID} == blamed(story)
+
+    @pytest.mark.parametrize(
+        ("later", "found"),
+        [
+            ((ScriptedCall(tokens=(13,), call={"max_tokens": 1}, reason="stop"),), False),
+            ((ScriptedCall(tokens=(13,), call={"max_tokens": 1}, reason="length"),), True),
+            ((_PORTION, ScriptedCall(tokens=(14,), reason="stop", call={"max_tokens": 5})), False),
+            ((_PORTION, ScriptedCall(tokens=(14,), reason="stop", call={"max_tokens": 4})), True),
+            (
+                (_PORTION, ScriptedCall(tokens=(14,), reason="stop", call={"max_tokens": None})),
+                False,
+            ),
+        ],
+        ids=["natural end", "cut", "the rest", "less than the rest", "without a budget"],
+    )
+    def test_a_budget_in_portions_is_no_lower_one(
+        self, later: tuple[ScriptedCall, ...], found: bool
+    ) -> None:
+        """A proxy asks its prefill server for one token, and its decode server for the others."""
+        story = script_rollout(ScriptedCall(), *later, budget=6)
+        if found:
+            finding = finds(self.ID, story)
+            assert "A reply without tokens changed the budget from 6 to 1" == finding.title
+        else:
+            passes(self.ID, story, calls_after_a_reply_without_tokens=1)
 
     def test_the_same_again_is_right(self) -> None:
         """First, in the middle, and several in a row."""

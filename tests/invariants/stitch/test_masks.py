@@ -131,7 +131,8 @@ class TestEnvironment:
             script_rollout(single, loss_mask=True),
             "declares no turns of the environment (multi_turn)",
         )
-        unknown(self.ID, script_rollout(single, loss_mask=True, multi_turn=True), "not exercised")
+        answered = script_rollout(single, loss_mask=True, multi_turn=True)
+        unknown(self.ID, answered, "no turn was answered")
 
 
 RESUMED = (
