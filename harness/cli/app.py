@@ -30,6 +30,8 @@ __all__ = ["app", "run"]
 
 INTERRUPTED = 130
 """The code with which a shell reports a program that SIGINT ended."""
+_COMPLETION = "_ROLLPROOF_COMPLETE"
+"""The variable with which a shell's completion calls the command line."""
 BROKEN_PIPE = 141
 """The code with which a shell reports SIGPIPE. 1 would say that a check failed."""
 
@@ -47,7 +49,7 @@ app: typer.Typer = typer.Typer(
         "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal"
         " error, 130 interrupted."
     ),
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -107,6 +109,11 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         return _reader_left()
     except SystemExit as stop:
+        # typer ends so what a shell asks for its completion
+        if _COMPLETION in os.environ or {"--install-completion", "--show-completion"} & {
+            *arguments
+        }:
+            return stop.code if isinstance(stop.code, int) else ExitCode.PASS
         if isinstance(stop.__context__, BrokenPipeError):  # rich exits on a broken pipe
             return _reader_left()
         return _fail(

@@ -67,8 +67,9 @@ def check(
         raise traces_judged.errors[0]
     report = traces_judged.report()
     output.lines(report_lines(report.to_dict(), verbose=verbose, gather=True))
-    if not verbose:
-        output.lines(summary_lines(report.results, has_samples=traces_judged.has_samples))
+    output.lines(
+        summary_lines(report.results, has_samples=traces_judged.has_samples, verbose=verbose)
+    )
     output.lines((Style.BAD, f"  {error}") for error in traces_judged.errors)
     output.json(report.to_dict())
     # A failure outranks a damaged file: the part that could be read is enough to show it.
@@ -127,13 +128,16 @@ class _TraceResults:
         )
 
 
-def summary_lines(results: Sequence[CheckResult], *, has_samples: bool) -> Iterator[Line]:
+def summary_lines(
+    results: Sequence[CheckResult], *, has_samples: bool, verbose: bool = False
+) -> Iterator[Line]:
     """Yield lines on which checks passed, which were not judged and why, and what to do next.
 
     ``has_samples``: whether the traces have requests. Without them no check of samples is judged.
+    ``verbose``: whether the report lists every check, so that only the next step is left to say.
     """
     passed = [result.check for result in results if result.verdict is Verdict.PASS]
-    if passed:
+    if passed and not verbose:
         yield Style.GOOD, wrapped(f"  passed: {_listed(passed)}.")
     # Unknown checks with a reason of their own are in the report above; their situations may well
     # have occurred.
@@ -144,13 +148,13 @@ def summary_lines(results: Sequence[CheckResult], *, has_samples: bool) -> Itera
     ]
     without_data = [] if has_samples else [check for check in idle if _needs_samples(check)]
     not_met = [check for check in idle if check not in without_data]
-    if without_data:
+    if without_data and not verbose:
         reason = (
             "they need requests and samples, and none were reported to this recording: it has"
             " calls, aborts, pauses and weights"
         )
         yield Style.DOUBT, wrapped(f"  not judged: {_listed(without_data)}: {reason}.")
-    if not_met:
+    if not_met and not verbose:
         situations = list(dict.fromkeys(name for check in not_met for name in check.exercised_by))
         more = f", and {len(situations) - _NAMED} more" if len(situations) > _NAMED else ""
         text = (

@@ -21,15 +21,18 @@ def known_bugs(
         typer.Argument(metavar="[ID]...", help="Only these bugs.", show_default=False),
     ] = None,
     json_target: JsonTarget = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List every bug with the checks that detect it.")
+    ] = False,
 ) -> int:
     """Plant every known bug into a reference client, and show which checks detect it.
 
-    Exit code 1 if a bug is not detected or a check fails that should not.
+    Bugs that you name and bugs with a wrong outcome are listed, all of them with -v. Exit code 1 if
+    a bug is not detected or a check fails that should not.
     """
     output = Output(json_target)
     with Meter() as meter:
         results = run_kill_matrix(only or (), meter)
-    output.table(_table(results))
     # Both directions count: a check that fails for a bug that is not its own would blame the wrong
     # code of a user.
     killed = sum(result.killed for result in results)
@@ -46,8 +49,17 @@ def known_bugs(
             )
         ]
     )
+    listed = results if only or verbose else tuple(filter(_is_wrong, results))
+    if listed:
+        output.table(_table(listed))
+    else:
+        output.say("-v lists each of them with the checks that detect it")
     output.json({"schema": REPORT_SCHEMA, "bugs": [result.to_dict() for result in results]})
     return output.ended(ExitCode.PASS if good else ExitCode.FAIL)
+
+
+def _is_wrong(result: KillResult) -> bool:
+    return not result.killed or bool(result.blamed_wrongly)
 
 
 def _table(results: tuple[KillResult, ...]) -> Table:
@@ -65,7 +77,7 @@ def _table(results: tuple[KillResult, ...]) -> Table:
             f"! {check_id}" if check_id in result.blamed_wrongly else check_id
             for check_id in result.failed
         ]
-        style = "" if result.killed and not result.blamed_wrongly else "bold red"
+        style = "bold red" if _is_wrong(result) else ""
         table.add_row(
             bug.id, ", ".join(bug.refs), ", ".join(marked), str(result.examples), style=style
         )

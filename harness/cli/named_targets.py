@@ -16,6 +16,7 @@ from rollproof.core.case import Case
 from rollproof.core.error_text import describe_error
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
+from rollproof.verification.argument_checks import as_flavours
 from rollproof.verification.options import ROLLOUTS
 from rollproof.verification.subject_kinds import KINDS, kind_of
 
@@ -232,7 +233,7 @@ def _target_of(
         name=name,
         factory=factory,
         recipe=recipe,
-        flavours=tuple(flavours) if flavours else None,
+        flavours=as_flavours(flavours) if flavours else None,
         cases=None if about != ROLLOUTS else getattr(factory, "cases", None),
         about=about,
     )

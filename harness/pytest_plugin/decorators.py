@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import pytest
+
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult
 from rollproof.pytest_plugin.suite_spec import Suite
-from rollproof.verification.argument_checks import as_expected, as_names, as_seed
+from rollproof.verification.argument_checks import as_expected, as_flavours, as_names, as_seed
 from rollproof.verification.options import ROLLOUTS
 from rollproof.verification.schedules import PROFILES
 from rollproof.verification.subject_kinds import KINDS, kind_of
@@ -32,6 +36,12 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_PLUGIN = "rollproof.plugin"
+"""The module that pytest loads; it is absent from a session with ``-p no:rollproof``."""
+_OFF = (
+    "The pytest plugin of rollproof is off, so nothing was judged. Run without `-p no:rollproof`;"
+    f" if PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, add `-p {_PLUGIN}`."
+)
 
 
 def conformance(
@@ -41,7 +51,7 @@ def conformance(
     profile: str | None = None,
     seed: int | None = None,
     only: Iterable[str] = (),
-    flavours: Iterable[str] | None = None,
+    flavours: str | Iterable[str] | None = None,
     expected: Mapping[str, str] | None = None,
     about: str | None = None,
 ) -> Callable[[_F], _F]:
@@ -78,7 +88,7 @@ def conformance(
         profile=profile,
         seed=seed,
         only=_checked(as_names(only, "only")),
-        flavours=None if flavours is None else as_names(flavours, "flavours"),
+        flavours=None if flavours is None else as_flavours(flavours),
         expected=as_expected(expected, default_registry()),
         about=kind_of(factory) if about is None else about,
         module=str(getattr(factory, "__module__", "")),
@@ -104,6 +114,8 @@ def conformance(
                 " check."
             )
         declared = replace(suite, declared_by=f"{function.__module__}.{function.__qualname__}")
+        if _PLUGIN not in sys.modules:
+            return _without_plugin(function)
         function._rollproof_suite = declared  # type: ignore[attr-defined]  # read by the plugin
         return function
 
@@ -125,6 +137,19 @@ def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _without_plugin(function: _F) -> _F:
+    """Return a test that fails with the reason: pytest would look for a fixture ``check``, which
+    may even exist (pytest-check has one).
+    """
+
+    def plugin_is_off() -> None:
+        pytest.fail(_OFF, pytrace=False)
+
+    functools.update_wrapper(plugin_is_off, function)
+    del plugin_is_off.__wrapped__  # or pytest reads the parameters of the function
+    return plugin_is_off  # type: ignore[return-value]  # nobody calls it but pytest
+
+
 class Conformance:
     """Base of the base classes below. The attributes mean what the arguments of ``conformance``
     mean.
@@ -134,7 +159,7 @@ class Conformance:
     profile: ClassVar[str | None] = None
     seed: ClassVar[int | None] = None
     only: ClassVar[tuple[str, ...]] = ()
-    flavours: ClassVar[tuple[str, ...] | None] = None
+    flavours: ClassVar[str | tuple[str, ...] | None] = None
     expected: ClassVar[Mapping[str, str] | None] = None
     _about: ClassVar[str] = ROLLOUTS
 
@@ -143,7 +168,7 @@ class Conformance:
         check_profile(cls.profile)
         as_seed(cls.seed)
         _checked(as_names(cls.only, "only"))
-        as_names(cls.flavours or (), "flavours")
+        as_flavours(cls.flavours or ())
         as_expected(cls.expected, default_registry())
         # Only classes that set a subject: a base class of a user may have any name.
         if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
@@ -152,6 +177,11 @@ class Conformance:
                 f" it Test{cls.__name__}, or nothing is tested.",
                 stacklevel=2,
             )
+
+    @pytest.fixture
+    def check(self) -> None:
+        """Fail: the plugin, which puts a check in its place, is off."""
+        pytest.fail(_OFF, pytrace=False)
 
     def test_check(self, check: CheckResult) -> None:
         """The subject keeps the promise of ``check``."""

@@ -25,7 +25,7 @@ from rollproof.pytest_plugin.short_summary import HEADLINE
 from rollproof.pytest_plugin.suite_spec import Suite
 from rollproof.reporting.setup_errors import setup_error_lines
 from rollproof.reporting.text import KINDS, check_lines, finding_headline, text_of
-from rollproof.verification.argument_checks import as_seed
+from rollproof.verification.argument_checks import as_flavours, as_seed
 from rollproof.verification.counterexamples import delete_counterexamples
 from rollproof.verification.expected_failures import ExpectedFailures
 from rollproof.verification.options import ROLLOUTS, Options
@@ -292,7 +292,7 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
         profile=cls.profile,
         seed=cls.seed,
         only=tuple(cls.only),
-        flavours=None if cls.flavours is None else tuple(cls.flavours),
+        flavours=None if cls.flavours is None else as_flavours(cls.flavours),
         expected=cls.expected,
         about=cls._about,
         module=cls.__module__,

@@ -40,6 +40,15 @@ _NAMED = 6
 """A line that gathers more checks than this counts them, and names none."""
 KINDS = 3
 """Kinds of findings of a check that are shown without ``-v``, one finding each."""
+_NAMED_FIRST = (
+    "requests",
+    "engine calls",
+    "resumes",
+    "aborts mid-decode",
+    "weight updates between calls",
+    "weight updates while calls ran",
+)
+"""Situations that a run's one line names first: without them its passes say little."""
 _FLAVOURS = 6
 """Engine flavours that a finding names; the others are counted."""
 _TOLD = 8
@@ -149,7 +158,8 @@ def report_lines(
                     " in this run (-v lists them)"
                 ),
             )
-    yield from _exercised(report["exercised"])
+    exercised = report["exercised"]
+    yield from _exercised(exercised) if verbose else _exercised_line(exercised)
     yield from _canary(report["canary"])
     for note in report.get("notes", ()):
         yield Style.DOUBT, f"  note: {note}"
@@ -358,6 +368,25 @@ def _style_of(report: Mapping[str, Any]) -> Style:
     if summary["fail"]:
         return Style.BAD
     return Style.DOUBT if summary["unknown"] or not summary["pass"] else Style.GOOD
+
+
+def _exercised_line(counts: Mapping[str, int]) -> Iterator[Line]:
+    """Yield one line: how many situations arose, some of them, and those that did not."""
+    if not counts:
+        return
+    arisen = {name: count for name, count in counts.items() if count}
+    order = [
+        *(name for name in _NAMED_FIRST if name in arisen),
+        *(name for name, _ in Counter(arisen).most_common()),
+    ]
+    shown = list(dict.fromkeys(order))[:_NAMED]
+    named = "; ".join(f"{name} {arisen[name]:,}" for name in shown)
+    more = "; ... (-v lists all)" if len(shown) < len(arisen) else ""
+    situations = f"{len(arisen)} situation{'' if len(arisen) == 1 else 's'}"
+    yield Style.PLAIN, wrapped(f"  exercised {situations}: {named}{more}", "      ")
+    missing = [name for name, count in counts.items() if not count]
+    if missing:
+        yield Style.DOUBT, wrapped(f"  not exercised: {', '.join(missing)}", "      ")
 
 
 def _exercised(counts: Mapping[str, int]) -> Iterator[Line]:

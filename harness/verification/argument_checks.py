@@ -18,6 +18,7 @@ __all__ = [
     "as_cases",
     "as_checks",
     "as_expected",
+    "as_flavours",
     "as_names",
     "as_path",
     "as_seed",
@@ -41,6 +42,14 @@ def as_names(value: Any, argument: str) -> tuple[str, ...]:
     if wrong:
         raise UsageError(f"{argument} must hold names, not {show(wrong[0])}.")
     return names
+
+
+def as_flavours(value: Any) -> tuple[str, ...]:
+    """Return names of engine flavours as a tuple; one string is one flavour.
+
+    Raises ``UsageError`` for what holds anything but strings.
+    """
+    return (value,) if isinstance(value, str) else as_names(value, "flavours")
 
 
 def as_seed(value: Any) -> int | None:

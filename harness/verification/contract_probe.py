@@ -10,6 +10,7 @@ from rollproof.core.records import Request
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import ContractError, SubjectError, UsageError
 from rollproof.fakes.engine.flavours import FLAVOURS, Flavour
+from rollproof.verification.argument_checks import as_flavours
 from rollproof.verification.runner import idle_contracts
 
 __all__ = ["declares", "probe"]
@@ -28,7 +29,7 @@ def probe(
     (``Flavour.enrolled``) whose conventions fit the contract. Raises ``UsageError`` for a name that
     does not exist, ``SubjectError`` for a subject that does not start on a flavour that was named.
     """
-    named = tuple(flavours) if flavours is not None else tuple(getattr(factory, "flavours", ()))
+    named = as_flavours(getattr(factory, "flavours", None) or () if flavours is None else flavours)
     unknown = sorted(set(named) - set(FLAVOURS))
     if unknown:
         raise UsageError(f"No engine flavour is named {unknown}; choose among {sorted(FLAVOURS)}.")

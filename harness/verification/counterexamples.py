@@ -13,7 +13,10 @@ from pathlib import Path
 from rollproof.core.trace import Trace
 from rollproof.errors import TraceError, UsageError
 
-__all__ = ["delete_counterexamples", "write_counterexample"]
+__all__ = ["FOLDER", "delete_counterexamples", "write_counterexample"]
+
+FOLDER = ".rollproof"
+"""The folder for counterexamples unless another one is named; it has its own ``.gitignore``."""
 
 
 def write_counterexample(folder: Path, check_id: str, trace: Trace, number: int = 1) -> Path:
@@ -25,6 +28,7 @@ def write_counterexample(folder: Path, check_id: str, trace: Trace, number: int 
     from rollproof.store import dump_trace
 
     folder.mkdir(parents=True, exist_ok=True)
+    _ignore(folder)
     path = _path(folder, check_id, number)
     dump_trace(trace, path)
     if number == 1:
@@ -48,6 +52,15 @@ def delete_counterexamples(folder: Path, check_ids: Iterable[str], *, subject: s
                 path.unlink(missing_ok=True)
     with suppress(OSError):  # the folder is not empty
         folder.rmdir()
+
+
+def _ignore(folder: Path) -> None:
+    """Keep ``.rollproof``, if the folder is in it, out of the user's repository."""
+    root = next((path for path in (folder, *folder.parents) if path.name == FOLDER), None)
+    if root is None or (root / ".gitignore").exists():
+        return
+    with suppress(OSError):  # it is a convenience: the counterexample counts
+        (root / ".gitignore").write_text("# written by rollproof\n*\n", encoding="utf-8")
 
 
 def _is_counterexample(path: Path, subject: str) -> bool:

@@ -41,6 +41,7 @@ from rollproof.verification.argument_checks import (
     as_cases,
     as_checks,
     as_expected,
+    as_flavours,
     as_name,
     as_names,
     as_path,
@@ -90,7 +91,7 @@ def run_conformance(
     seed: int | None = None,
     only: Iterable[str] = (),
     checks: Iterable[Check] = (),
-    flavours: Iterable[str] | None = None,
+    flavours: str | Iterable[str] | None = None,
     cases: Iterable[Case] | None = None,
     expected: Mapping[str, str] | None = None,
     ways: KnownFailures | None = None,
@@ -130,7 +131,7 @@ def run_conformance(
     if progress is not None and not callable(progress):
         raise UsageError(f"progress must be a function of one Progress, not {show(progress)}.")
     registry = default_registry().extended(as_checks(checks))
-    flavour_names = None if flavours is None else as_names(flavours, "flavours")
+    flavour_names = None if flavours is None else as_flavours(flavours)
     if flavour_names == ():
         raise UsageError(
             "flavours is empty, so nothing would be judged: omit it for all engine flavours"

@@ -20,3 +20,14 @@ def test_what_did_not_occur_is_named_of_the_checks_that_waited_for_it_alone() ->
     assert f"not judged: {idle} checks (" in said
     assert "ended requests" not in said
     assert "calls sent to a paused server" in said
+
+
+def test_verbose_keeps_the_next_step() -> None:
+    """With -v the report lists every check, and what to do about missing samples is still said."""
+    trace = script_rollout(ScriptedCall(tokens=(11, 12), reason="stop"), driven=False).trace()
+    results = judge(trace).results
+    short = [text for _, text in summary_lines(results, has_samples=False)]
+    verbose = [text for _, text in summary_lines(results, has_samples=False, verbose=True)]
+
+    assert short[-1].startswith("  next: have your stack report its requests and samples.")
+    assert [short[-1]] == verbose

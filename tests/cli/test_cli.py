@@ -23,6 +23,7 @@ from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN
 from rollproof.invariants import default_registry
 from rollproof.judging.report import ExitCode
 from rollproof.store import TraceWriter, dump_trace
+from rollproof.verification.kill_matrix import run_kill_matrix
 from rollproof.verification.runner import run_case
 from tests.support.faulty_subjects import CONCAT, CORRECT, Concat, Correct
 
@@ -339,6 +340,45 @@ def test_known_bugs_in_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert (
         "1 of 1 known bugs detected, 0 with a check that should not fail" in capsys.readouterr().out
     )
+
+
+def test_known_bugs_are_listed_after_the_summary(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those with a wrong outcome without -v: a bug that no check detects is never hidden."""
+    monkeypatch.setenv("COLUMNS", "140")
+    (right,) = run_kill_matrix(["concat-on-resume"])
+    (wrong,) = run_kill_matrix(["logprobs-dropped"])
+    monkeypatch.setattr(
+        "rollproof.cli.known_bugs.run_kill_matrix",
+        lambda only, meter: (right, replace(wrong, failed=())),
+    )
+
+    assert ExitCode.FAIL == run(["known-bugs"])
+    short = capsys.readouterr().out
+    assert short.startswith("1 of 2 known bugs detected, 0 with a check that should not fail\n")
+    assert "logprobs-dropped" in short and "? stitch.logprobs-present" in short
+    assert "concat-on-resume" not in short
+    assert ExitCode.FAIL == run(["known-bugs", "-v"])
+    assert "concat-on-resume" in capsys.readouterr().out
+
+
+def test_a_shell_completes_commands(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script for a shell can be printed, and the shell's request is answered: exit code 0 and
+    nothing on standard error.
+    """
+    assert ExitCode.PASS == run(["--show-completion", "bash"])
+    assert "_ROLLPROOF_COMPLETE=complete_bash" in capfd.readouterr().out
+    for name, value in (
+        ("_ROLLPROOF_COMPLETE", "complete_bash"),
+        ("COMP_WORDS", "rollproof kn"),
+        ("COMP_CWORD", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert ExitCode.PASS == run([])
+    assert ("known-bugs", "") == tuple(text.strip() for text in capfd.readouterr())
 
 
 def test_checks_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:

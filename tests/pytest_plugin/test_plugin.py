@@ -83,8 +83,7 @@ def test_the_summary_says_what_was_exercised(fake_runs: pytest.Pytester) -> None
     fake_runs.makepyfile(suite())
     expected = """
 MyStack  [profile pr, seed 0, 12 cases]
-  exercised
-    aborts mid-decode ........................................... 7
+  exercised 1 situation: aborts mid-decode 7
   self-test: a row repeated: detected by routes.c, as expected
   4 checks: 4 pass, 0 fail, 0 unknown, 0 not applicable"""
 
@@ -443,3 +442,81 @@ def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(
         ["*::test_batches[[]batch.*[]] PASSED*", "*::TestBatches::test_check[[]batch.*[]] PASSED*"]
     )
+
+
+@pytest.mark.parametrize("options", [("-p", "no:rollproof"), ()], ids=["off", "autoload"])
+def test_a_session_without_the_plugin_says_that_nothing_was_judged(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """Decorated functions and subclasses fail with the reason and the next step, once each, also
+    if another plugin has a fixture of the name ``check`` (pytest-check); with the plugin named
+    they are judged.
+    """
+    pytester.makeconftest("""
+        import pytest
+
+        @pytest.fixture
+        def check(): return "of pytest-check"
+        """)
+    pytester.makepyfile("""
+        import rollproof
+        from rollproof.fakes.trainers.reference_batches import Collator
+
+        @rollproof.conformance(Collator, only=["batch.tokens"])
+        def test_batches(check, tmp_path): ...
+
+        class TestBatches(rollproof.BatchConformance):
+            subject = Collator
+            only = ("batch.tokens",)
+        """)
+    if not options:
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    off = pytester.runpytest_subprocess(*options)
+
+    assert pytest.ExitCode.TESTS_FAILED == off.ret
+    assert 2 == sum(
+        "The pytest plugin of rollproof is off, so nothing was judged." in line
+        for line in off.outlines
+        if not line.startswith(("FAILED", "ERROR"))
+    )
+    assert "passed" not in off.parseoutcomes()
+    if not options:
+        named = pytester.runpytest_subprocess("-p", "rollproof.plugin")
+        assert {"passed": 2} == named.parseoutcomes()
+
+
+def test_one_string_is_one_flavour(fake_runs: pytest.Pytester) -> None:
+    """``flavours = "vllm"`` reads as ("vllm",), in the decorator and in a class."""
+    fake_runs.makepyfile("""
+        import rollproof
+
+        class MyStack: pass
+
+        @rollproof.conformance(MyStack, flavours="vllm", only=["stitch.a"])
+        def test_rollouts(check, request):
+            assert request.function._rollproof_suite.flavours == ("vllm",)
+
+        class TestIt(rollproof.RolloutConformance):
+            subject = MyStack
+            flavours = "vllm"
+        """)
+
+    fake_runs.runpytest_inprocess().assert_outcomes(passed=5)
+
+
+def test_counterexamples_stay_out_of_the_repository(pytester: pytest.Pytester) -> None:
+    """.rollproof has a .gitignore of its own, which a user may change."""
+    pytester.makepyfile("""
+        import rollproof
+        from tests.support.faulty_subjects import Concat
+
+        @rollproof.conformance(Concat, flavours="vllm", only=["routes.rows"])
+        def test_rollouts(check): ...
+        """)
+    pytester.runpytest_inprocess().assert_outcomes(failed=1)
+    ignore = pytester.path / ".rollproof" / ".gitignore"
+
+    assert "# written by rollproof\n*\n" == ignore.read_text(encoding="utf-8")
+    ignore.write_text("mine", encoding="utf-8")
+    pytester.runpytest_inprocess().assert_outcomes(failed=1)
+    assert "mine" == ignore.read_text(encoding="utf-8")

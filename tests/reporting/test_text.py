@@ -102,9 +102,7 @@ MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
        rerun     rollproof replay .rollproof/routes.rows.json
      ... and 4 more findings of this check
   UNKNOWN  weights.pause: not exercised: no pause occurred
-  exercised
-    resumes ..................................................... 1,300
-    aborts mid-decode ........................................... 120
+  exercised 2 situations: resumes 1,300; aborts mid-decode 120
   self-test: a row repeated: detected by routes.rows, as expected
   4 checks: 1 pass, 1 fail, 1 unknown, 1 not applicable"""
 
@@ -148,6 +146,42 @@ def test_verbose_lists_every_check() -> None:
 
     assert "  PASS  stitch.tokens (exercised 1,200 times)" in text
     assert "  NOT APPLICABLE  stitch.masks: the contract declares no mask" in text
+
+
+def test_situations_are_one_line_unless_verbose() -> None:
+    """Those that matter most come first and the others are counted; situations that never arose are
+    named; -v lists all.
+    """
+    counts = {"route rows": 9000, **{f"s{i}": i for i in range(1, 9)}, "resumes": 3, "deaths": 0}
+    short = text_of(report_lines(report(exercised=counts)))
+    long = text_of(report_lines(report(exercised=counts), verbose=True))
+
+    assert (
+        "  exercised 10 situations: resumes 3; route rows 9,000; s8 8; s7 7; s6 6; s5 5; ... (-v"
+        " lists all)\n  not exercised: deaths\n" in short
+    )
+    assert "    s8 .......................................................... 8\n" in long
+
+
+def test_unknown_checks_that_share_a_reason_are_counted() -> None:
+    """More than six of them are one line; -v lists them."""
+    alike = [
+        {
+            "id": f"stitch.c{i}",
+            "verdict": "unknown",
+            "reason": "no sample was delivered",
+            "exercised": {},
+            "findings": [],
+        }
+        for i in range(7)
+    ]
+    few = text_of(report_lines(report(checks=alike[:6])))
+    many = text_of(report_lines(report(checks=alike)))
+
+    assert 6 == few.count("  UNKNOWN  stitch.c")
+    assert "  UNKNOWN  7 checks: no sample was delivered (-v lists them)" in many
+    assert "stitch.c1" not in many
+    assert "stitch.c1" in text_of(report_lines(report(checks=alike), verbose=True))
 
 
 def test_checks_of_a_family_that_share_a_reason_are_one_line() -> None:

@@ -331,7 +331,7 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
             r"checks must hold rollproof\.Check, not 'routes\.rows'; .* chosen by id with `only`",
         ),
         ({"progress": 5}, "progress must be a function of one Progress, not 5"),
-        ({"flavours": "vllm"}, r"flavours='vllm' is a string: write flavours=\['vllm'\]"),
+        ({"flavours": ["vllm", 3]}, "flavours must hold names, not 3"),
         ({"seed": "a"}, "seed='a' must be an integer >= 0, such as 0 or 12345"),
         ({"seed": -1}, "seed=-1 must be an integer >= 0"),
         ({"seed": True}, "seed=True must be an integer >= 0"),

@@ -156,17 +156,8 @@ fault 1 (truncate): applied to 1 of 3 requests to /generate with the id 'r1'
 action 1 (abort of 'r1' at 2 tokens): happened
 $ rollproof check served.arrow
   ...
-  exercised
-    route rows .................................................. 17
-    tokens sampled .............................................. 14
-    engine calls ................................................ 3
-    budgets exhausted ........................................... 2
-    prefix-cache hits ........................................... 2
-    aborts mid-decode ........................................... 1
-    aborts of nothing in flight ................................. 1
-    lost replies ................................................ 1
-    requests .................................................... 1
-    resumes ..................................................... 1
+  exercised 10 situations: requests 1; engine calls 3; resumes 1; aborts mid-decode 1; route rows 17; tokens sampled 14;
+      ... (-v lists all)
   ...
 ```
 
