@@ -120,10 +120,15 @@ def _load(
             read += _group_columns(pq.read_schema(path).names, groups, path)
             table = pq.read_table(path, columns=list(dict.fromkeys(read)))
             return _with_groups(table, renamed, groups)
-        # an Arrow file is mapped instead of read: its columns may be larger than memory
-        with pa.memory_map(str(path)) as source:
+        # An Arrow file is mapped instead of read: its columns may be larger than memory. It is read
+        # as a buffer, which has an end: a column that a damaged file places behind it would end the
+        # process (SIGBUS).
+        with pa.memory_map(str(path)) as mapped:
+            source = pa.BufferReader(mapped.read_buffer())
             opened = pa.ipc.open_file(source) if mark == _ARROW else pa.ipc.open_stream(source)
             table = opened.read_all()
+            # offsets of lists and text are used as they are, and so is text that is no UTF-8
+            table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, GapError):
             raise

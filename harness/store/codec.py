@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from rollproof.core.error_text import show
@@ -81,7 +81,23 @@ def decode_header(
     """
     if isinstance(value, dict) and type(value.get("schema")) is int and value["schema"] > SCHEMA:
         raise TraceVersionError(newer_schema(value["schema"], value.get("made_by")))
-    return _decode(Header, value, "header", arrays, integers)
+    header = _decode(Header, value, "header", arrays, integers)
+    _require_server_names(header)
+    return header
+
+
+def _require_server_names(header: Header) -> None:
+    """Raise ``TraceError`` if an action of the case names no server by a text: checks look servers
+    up by their names.
+    """
+    actions = header.case.get("actions") if isinstance(header.case, Mapping) else None
+    for number, action in enumerate(actions if isinstance(actions, list | tuple) else ()):
+        server = action.get("server") if isinstance(action, Mapping) else None
+        if not isinstance(server, str | None):
+            raise TraceError(
+                f"The header is malformed: case.actions[{number}].server must be a string or null,"
+                f" not {show(server)}."
+            )
 
 
 def newer_schema(schema: object, made_by: object = None) -> str:

@@ -487,6 +487,29 @@ def test_a_column_that_stands_twice_or_for_two_is_refused(tmp_path: Path) -> Non
         read_pairs(tmp_path / "two.arrow")
 
 
+@pytest.mark.parametrize("broken", ["text", "length"])
+def test_damaged_values_of_arrow_files_are_refused(tmp_path: Path, broken: str) -> None:
+    """Text that is no UTF-8, and a column that the file places behind its own end: the second once
+    ended the process.
+    """
+    size = 4096
+    table = pa.table({"sequence_id": ["seq"] * size, "rollout_logprob": np.full(size, -1.0)})
+    path = tmp_path / "pairs.arrow"
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    content = bytearray(path.read_bytes())
+    if broken == "text":
+        place = content.index(b"seqseq")
+        content[place] = 0xFF
+    else:
+        # the length of the column of logprobs, in the metadata of the batch
+        place = content.index((8 * size).to_bytes(8, "little"))
+        content[place : place + 8] = (1 << 30).to_bytes(8, "little")
+    path.write_bytes(bytes(content))
+    with pytest.raises(GapError, match="it is damaged, or was cut short"):
+        read_pairs(path)
+
+
 def test_versions_in_words_are_those_of_the_columns(tmp_path: Path) -> None:
     """A tag "0" is that of ``trainer_logprob@0``, whether the file holds versions as numbers or as
     text.

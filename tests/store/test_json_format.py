@@ -353,6 +353,16 @@ def test_hostile_text_is_refused(tmp_path: Path, old: str, new: str, text: str) 
         load_trace(path)
 
 
+def test_a_server_of_the_case_is_a_name(tmp_path: Path) -> None:
+    """Checks look servers up: what cannot be looked up is no trace."""
+    path = edited(
+        tmp_path / "trace.json",
+        put("header", "case", value={"actions": [{"do": "skew", "server": ["s0"]}]}),
+    )
+    with pytest.raises(TraceError, match=r"case\.actions\[0\]\.server must be a string or null"):
+        load_trace(path)
+
+
 def test_nesting_that_the_parser_takes_and_we_do_not(tmp_path: Path) -> None:
     """Nesting just below the parser's own limit is refused like one above it: the error is ours at
     every depth.
