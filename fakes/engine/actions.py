@@ -141,7 +141,9 @@ class ActionFleet(Protocol):
     @property
     def balancer(self) -> Balancer: ...
     def train(self, *, identity: bool = False) -> int: ...
-    async def update(self, label: int | None, *, prepare: Callable[[], None] = ...) -> bool: ...
+    async def update(
+        self, published: Callable[[], int | None], *, prepare: Callable[[], None] = ...
+    ) -> bool: ...
     async def skew(self, label: int, server_id: str) -> bool: ...
     def between_updates(self) -> AbstractAsyncContextManager[None]: ...
     def relabel(self) -> None: ...
@@ -187,16 +189,18 @@ async def _abort(fired: FiredAction) -> None:
 
 
 async def _sync(fired: FiredAction) -> None:
-    await fired.fleet.update(fired.fleet.train())
+    await fired.fleet.update(fired.fleet.train)
 
 
 async def _sync_unlabelled(fired: FiredAction) -> None:
-    fired.fleet.train()
-    await fired.fleet.update(None)
+    def train() -> None:
+        fired.fleet.train()
+
+    await fired.fleet.update(train)
 
 
 async def _sync_identity(fired: FiredAction) -> None:
-    await fired.fleet.update(fired.fleet.train(identity=True))
+    await fired.fleet.update(lambda: fired.fleet.train(identity=True))
 
 
 async def _sync_fails(fired: FiredAction) -> None:
@@ -209,12 +213,12 @@ async def _sync_fails(fired: FiredAction) -> None:
         for server in broken:
             server.fail_next_load = True
 
-    await fleet.update(fleet.train(), prepare=break_last)
+    await fleet.update(fleet.train, prepare=break_last)
     for server in broken:
         server.fail_next_load = False
     # a stack needs time to notice the failure before the update that succeeds
     await fired.pass_steps(RETRY_STEPS)
-    await fleet.update(fleet.train())
+    await fleet.update(fleet.train)
 
 
 async def _sync_twice(fired: FiredAction) -> None:

@@ -176,14 +176,19 @@ class Fleet:
         self._updater = updater
 
     async def update(
-        self, label: int | None, *, prepare: Callable[[], None] = lambda: None
+        self,
+        published: int | Callable[[], int | None] | None,
+        *,
+        prepare: Callable[[], None] = lambda: None,
     ) -> bool:
         """Run one weight update and return whether it succeeded.
 
-        It begins when no skew is under way; ``prepare`` is called then. An error of the updater is
-        recorded as a fault.
+        It begins when no skew is under way; ``prepare`` is called then. ``published`` is the label,
+        or trains and returns it when the update begins: a trainer asks for its weights in the order
+        in which it trained them. An error of the updater is recorded as a fault.
         """
         async with self._turn():
+            label = published() if callable(published) else published
             if label is None:
                 self._train_if_claimed()
             version = self.weights_of(label)

@@ -86,6 +86,25 @@ def test_an_unlabelled_update_may_reach_one_server_after_the_other() -> None:
     on_clock(main)
 
 
+def test_updates_that_wait_for_a_skew_ask_for_weights_in_the_order_of_training() -> None:
+    """An unlabelled one does not ask for weights that a later one of those that wait is to bring:
+    these would be replaced by older ones.
+    """
+    trace = ran(
+        act(ActionKind.SKEW, 1),
+        *(
+            act(kind, 2, request="r1")
+            for kind in (ActionKind.SYNC_UNLABELLED, ActionKind.SYNC, ActionKind.SYNC)
+        ),
+        requests=(R0, R1),
+        servers=2,
+        engine=EngineOptions(transfer_steps=4),
+    )
+    begun = [event for event in seen(trace, Update) if event.phase is UpdatePhase.ASKED]
+    assert [None, 3, 4] == [event.label for event in begun]
+    assert [2, 3, 4] == [event.version for event in begun]
+
+
 def test_sync_identity() -> None:
     """The same weights under a new label, marked as such."""
     trace = ran(act(ActionKind.SYNC_IDENTITY))
