@@ -174,6 +174,8 @@ class FakeEngine:
             stream=None if wire is None else wire.stream,
             candidates=owner.candidates,
             internal=owner.internal,
+            end_tokens=None if ends is None else tuple(sorted(ends & self._ends)),
+            stop_token_ids=() if ends is None else tuple(sorted(ends - self._ends)),
         )
         self._recorder.record(call)
         try:

@@ -20,6 +20,7 @@ from rollproof.invariants._shared.delivery import (
     missing_reason,
     reliable_delivery,
 )
+from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import call_id, call_name, count, listing, share
 from rollproof.invariants.stitch.attempts import not_resumed
@@ -321,11 +322,22 @@ def _ended_by_limit(view: RequestView, delivered: Delivery) -> bool:
 
 
 def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:
-    """Return whether the coded policy's end-of-sequence token comes last, so that a stack may
-    rightly call an abort a natural end.
+    """Return whether a token that ends a call comes last, so that a stack may rightly call an abort
+    a natural end.
     """
+    last = delivered.rollout.response_ids[-1:]
     eos = getattr(view.oracle, "eos_id", None)
-    return eos is not None and delivered.rollout.response_ids[-1:] == (eos,)
+    if eos is not None and last == (eos,):
+        return True
+    if delivered.reference.last is None:
+        return False
+    attempt = view.attempts[delivered.reference.last]
+    reply = attempt.consumed
+    return (
+        reply is not None
+        and last == reply.output.token_ids[-1:]
+        and ends_with_eos(view, attempt)
+    )
 
 
 def _reason_title(engine_reason: FinishReason | None, sample_reason: FinishReason | None) -> str:

@@ -60,6 +60,22 @@ def test_a_call_ends_at_the_end_of_sequence() -> None:
     on_clock(main)
 
 
+def test_the_stop_tokens_of_a_call_are_recorded() -> None:
+    """Those of the model apart from the caller's own; a call without any says nothing of them."""
+
+    async def main() -> None:
+        bench = EngineDriver(model=Model(eos_every=3))
+        eos = bench.policy.eos_id
+        for ends in (None, frozenset({eos, 41}), frozenset({41})):
+            await bench.engine.generate(prompt_ids=PROMPT, max_tokens=1, ends=ends)
+        calls = bench.events(Call)
+        assert [(None, ()), ((eos,), (41,)), ((), (41,))] == [
+            (call.end_tokens, call.stop_token_ids) for call in calls
+        ]
+
+    on_clock(main)
+
+
 @pytest.mark.parametrize("kv_tokens", [None, 400])
 @pytest.mark.parametrize("every", [None, 9])
 def test_steps_that_take_no_time_sample_the_same(every: int | None, kv_tokens: int | None) -> None:

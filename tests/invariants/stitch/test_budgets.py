@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rollproof.core.records import FinishReason
@@ -233,6 +235,15 @@ class TestFinishReason:
         )
         assert not check(self.ID, story, policy).findings
         finds(self.ID, story)
+
+    @pytest.mark.parametrize("call", [{"stop_token_ids": (42,)}, {"end_tokens": (42,)}])
+    def test_a_stack_knows_the_stop_tokens_that_it_passed(self, call: dict[str, Any]) -> None:
+        """An abort that came with one of them may be called a stop, too; with another token it is
+        an abort.
+        """
+        said = {"finish_reason": FinishReason.STOP}
+        passes(self.ID, script_rollout(ScriptedCall(tokens=(11, 42), call=call), sample=said))
+        finds(self.ID, script_rollout(ScriptedCall(tokens=(42, 11), call=call), sample=said))
 
     def test_nobody_answered(self) -> None:
         """A natural end that no engine gave."""
