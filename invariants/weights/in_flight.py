@@ -189,19 +189,35 @@ weights_no_token_while_paused: Check = trace_check(
 
 class WeightsLabelOnlyKeepsCalls(EventCheck):
     """An abort of all calls at the instant of the label belongs to the label, unless it opens a
-    pause or a load.
+    pause or a load, or a request ends at that instant, with which it may belong
+    (``lifecycle.end-spares-others``).
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._in_flight: dict[int, str] = {}
+        self._in_flight: dict[int, tuple[str, str]] = {}
         self._abort_all: dict[str, Abort] = {}
         self._label: dict[str, Weights] = {}
         self._suspects_by_call: dict[int, Weights] = {}
-        self._aborted: dict[str, list[tuple[Reply, Weights]]] = {}
+        self._aborted: dict[str, list[tuple[Reply, Weights, str]]] = {}
+        self._ended: tuple[float, set[str]] = (-1.0, set())
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(self._in_flight, event.call_id, event.server_id)
+        remember(self._in_flight, event.call_id, (event.server_id, event.request_id))
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        if event.time != self._ended[0]:
+            self._ended = (event.time, set())
+        self._ended[1].add(event.request_id)
+        for server, suspects in self._aborted.items():
+            self._aborted[server] = [
+                (reply, label, request)
+                for reply, label, request in suspects
+                if not self._another_ended(label.time, request)
+            ]
+
+    def _another_ended(self, time: float, request_id: str) -> bool:
+        return time == self._ended[0] and bool(self._ended[1] - {request_id})
 
     def on_abort(self, event: Abort, out: Collector) -> None:
         if event.wanted == "*":
@@ -214,7 +230,7 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
             return
         out.exercised(
             "calls in flight when only a label was published",
-            sum(server == event.server_id for server in self._in_flight.values()),
+            sum(server == event.server_id for server, _ in self._in_flight.values()),
         )
         self._label[event.server_id] = event
         self._mark_suspects(event.server_id)
@@ -235,14 +251,15 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
         self._report(event.server_id, out)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        server = self._in_flight.pop(event.call_id, None)
+        server, request = self._in_flight.pop(event.call_id, (None, ""))
         label = self._suspects_by_call.pop(event.call_id, None)
         if (
             server is not None
             and label is not None
             and event.output.finish_reason is FinishReason.ABORT
+            and not self._another_ended(label.time, request)
         ):
-            self._aborted.setdefault(server, []).append((event, label))
+            self._aborted.setdefault(server, []).append((event, label, request))
 
     def finish(self, out: Collector) -> None:
         for server in list(self._aborted):
@@ -258,7 +275,7 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
         self._abort_all.pop(server, None)
 
     def _report(self, server: str, out: Collector) -> None:
-        for reply, label in self._aborted.pop(server, ()):
+        for reply, label, _ in self._aborted.pop(server, ()):
             out.finding(
                 "publishing a version label aborted a call",
                 expected=(
