@@ -398,6 +398,9 @@ def _epoch_names(epochs: Iterable[frozenset[Version]]) -> str:
     promise="An update to equal weights changes no value that the engine returns.",
     needs="an oracle, and logprobs of a request that saw an identity update and no other",
     exercised_by="replies after an identity update",
+    applies=lambda contract: (
+        "the contract declares logprobs='none'" if contract.logprobs is Logprobs.NONE else None
+    ),
 )
 def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -> None:
     """Compare the logprobs of every reply with the oracle's under the weights from before the

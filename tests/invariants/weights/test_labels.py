@@ -13,7 +13,15 @@ from rollproof.core.records import Span
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
 from tests.support.engine_driver import spans
-from tests.support.trace_script import FREEZING, REGISTRY, TraceScript, finds, passes, unknown
+from tests.support.trace_script import (
+    FREEZING,
+    REGISTRY,
+    TraceScript,
+    finds,
+    inapplicable,
+    passes,
+    unknown,
+)
 
 
 class TestLabelOnly:
@@ -62,6 +70,38 @@ class TestLabelOnly:
         again = script.call((1, 2, 3))
         script.reply(again, (4, 5, 6))
         passes(self.ID, script)
+
+    @pytest.mark.parametrize("first", ["abort", "end"])
+    def test_an_abort_at_the_end_of_a_request_is_not_the_labels(self, first: str) -> None:
+        """A stack that aborts everything when a request ends does so at the instant of a label,
+        too, now and then: lifecycle.end-spares-others has the better name for it.
+        """
+        script = TraceScript()
+        script.weights(0).submit().submit(request_id="r1")
+        call, other = script.call((1, 2)), script.call((1, 2), request_id="r1")
+        script.reply(other, (3, 4, 5, 6))
+        if first == "end":
+            script.result((3, 4, 5, 6), request_id="r1")
+            script._time -= 1
+        self._label(script, call)
+        script._time -= 1
+        script.reply(call, (3,), reason="abort")
+        if first == "abort":
+            script._time -= 1
+            script.result((3, 4, 5, 6), request_id="r1")
+        passes(self.ID, script)
+
+    def test_the_end_of_the_aborted_request_itself_excuses_nothing(self) -> None:
+        """A stack without partial rollout drops the sample at once."""
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        self._label(script, call)
+        script._time -= 1
+        script.reply(call, (3,), reason="abort")
+        script._time -= 1
+        script.result()
+        finds(self.ID, script)
 
     def test_an_operator_that_aborts_later_is_not_the_label(self) -> None:
         """Another instant, another cause."""
@@ -270,6 +310,12 @@ class TestIdentityUpdate:
     def test_equal_values_pass(self) -> None:
         """Missing logprobs are not compared."""
         assert (Verdict.PASS, "") == self._verdict(self._story([-0.5, np.nan]))
+
+    def test_a_stack_without_logprobs_is_not_judged(self) -> None:
+        """Its calls request none, so no run could ever compare any."""
+        script = TraceScript(logprobs="none")
+        script.weights(0).submit()
+        inapplicable(self.ID, script, "the contract declares logprobs='none'")
 
     def test_a_real_update_is_not_judged(self) -> None:
         """New weights give new values."""
