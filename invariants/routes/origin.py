@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import log2, perm
 from typing import TYPE_CHECKING, TypeAlias
@@ -170,26 +170,32 @@ def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[WrongRows, ...
     )
     explanations = _explanations(view, evidence, wrong)
     remaining = np.ones(len(positions), dtype=bool)
-    out: list[WrongRows] = []
+    out: dict[RowOrigin, WrongRows] = {}
+    unexplained: list[WrongRows] = []
     while remaining.any():
         best = max(
             explanations, key=lambda explain: int((explain[1] & remaining).sum()), default=None
         )
         if best is None or not (best[1] & remaining).any():
-            out += _unexplained(evidence, wrong, remaining)
+            unexplained = _unexplained(evidence, wrong, remaining)
             break
         kind, fits, clue = best
         explained = fits & remaining
         remaining &= ~explained
+        explanations = [explain for explain in explanations if explain is not best]
+        if (group := out.get(kind)) is not None:
+            # Rows of a third call are the same fault as those of a second.
+            others = np.sort(np.concatenate([group.others, positions[explained]]))
+            out[kind] = replace(group, others=others)
+            continue
         rest = (
             remaining.copy()
             if remaining.sum() <= explained.sum() and not _has_explanation(explanations, remaining)
             else np.zeros_like(remaining)
         )
         remaining &= ~rest
-        out.append(wrong.group(kind, explained, clue, positions[rest]))
-        explanations = [explain for explain in explanations if explain[0] is not kind]
-    return tuple(out)
+        out[kind] = wrong.group(kind, explained, clue, positions[rest])
+    return (*out.values(), *unexplained)
 
 
 def _explanations(

@@ -51,10 +51,12 @@ def amount(view: RequestView, group: WrongRows) -> str:
     )
     if group.layers < moe:
         text += f", in {group.layers} of {moe} MoE layers"
-    if len(group.others):
+    others = len(group.others)
+    if others:
         text += (
-            f"; {count(len(group.others), 'more row')} (position"
-            f" {ranges(group.others.tolist())}) of the same sample is also wrong"
+            f"; {count(others, 'more row')} (position{'s' if others > 1 else ''}"
+            f" {ranges(group.others.tolist())}) of the same sample"
+            f" {'are' if others > 1 else 'is'} also wrong"
         )
     return (
         f"{text}; {count(unexamined, 'wrong row')} after them not examined" if unexamined else text

@@ -298,6 +298,25 @@ def test_a_boundary_row_of_the_wrong_segment_is_told_as_such() -> None:
     assert "let the next one start there" in finding.hint
 
 
+def test_rows_of_two_wrong_segments_are_one_fault() -> None:
+    """An overlap that is one row too wide moves each boundary row to the segment after its own: one
+    cause, although the rows come from different calls.
+    """
+    story = RoutedRequest(
+        segments=(Segment(3, 1), Segment(3, 2), Segment(3, 3), Segment(3, 4)),
+    )
+    rows = story.good().copy()
+    for boundary, segment in ((6, 1), (9, 2), (12, 3)):
+        returned = story.returned(segment)
+        assert returned is not None
+        rows[boundary] = returned[boundary]
+    finding = only_finding(story.judged(rows), "routes.provenance")
+    assert (
+        "it is that of segment 1 (version 2); so in 1 of 16 rows (position 6); 2 more rows"
+        " (positions 9, 12) of the same sample are also wrong"
+    ) == finding.observed
+
+
 def test_rows_of_weights_that_no_reply_holds_are_named_by_the_oracle() -> None:
     """A row recomputed under another version than any call used is traced to that version."""
     story = RoutedRequest(segments=(Segment(5, 1),))
