@@ -173,6 +173,13 @@ class _SamplingDropped(AsSampled):
         return {}
 
 
+class _SamplingReplaced(AsSampled):
+    """Merges the stack's defaults over the caller's parameters, not under them."""
+
+    def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
+        return {**super().sampling_for(sample), "temperature": 1.0}
+
+
 class _IdOfAnotherRequest(AsSampled):
     """Reads the id from a variable that every rollout overwrites when it begins."""
 
@@ -436,6 +443,14 @@ BUGS: tuple[KnownBug, ...] = (
         ),
         refs=("NeMo-RL#3776", "cf. NeMo-RL#3497"),
         make=_SamplingDropped,
+        cases=(_aborted(_WARM),),
+        detected_by=("stitch.sampling-forwarded",),
+    ),
+    KnownBug(
+        id="sampling-replaced",
+        summary="The stack's default temperature replaces the caller's in every call.",
+        refs=("cf. NeMo-RL#3776", "cf. NeMo-RL#3497"),
+        make=_SamplingReplaced,
         cases=(_aborted(_WARM),),
         detected_by=("stitch.sampling-forwarded",),
     ),

@@ -297,21 +297,13 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
 def stitch_sampling_params(view: RequestView, out: Collector) -> None:
     """Compare each call's parameters with the first call's.
 
-    If a stack declares that it forwards them, also compare the first call's with the request's.
+    ``stitch.sampling-forwarded`` compares them with the request's.
     """
     if not view.attempts:
         out.absent("no engine call of the request was recorded")
         return
     first = view.attempts[0].call.sampling
     out.exercised("first calls")
-    # A stack that only passes its own parameters may differ from the request, but not from call to
-    # call.
-    replaced = _replaced(view) if view.contract.sampling is Sampling.FORWARDED else []
-    if replaced:
-        _changed_parameters(
-            view, view.attempts[0], view.request.sampling, sorted(replaced), "the request", out
-        )
-        return
     for attempt in view.attempts[1:]:
         out.exercised("resuming calls")
         parameters = attempt.call.sampling
@@ -324,8 +316,18 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
             if k not in first or k not in parameters or not _equal(first[k], parameters[k])
         }
         if changed:
-            _changed_parameters(
-                view, attempt, first, sorted(changed), f"call {call_id(view, 0)}", out
+            names = sorted(changed)
+            out.finding(
+                f"Call {attempt.call.call_id} changes {count(len(names), 'sampling parameter')}:"
+                f" {listing(names)}",
+                kind=f"a call changes {listing(names)}",
+                expected=f"{_values(first, names)}, as in call {call_id(view, 0)}",
+                observed=_values(parameters, names),
+                where=view.place(call=attempt.call.call_id, server=attempt.call.server_id),
+                hint=(
+                    "The rest of the response is sampled from another distribution than its"
+                    " start; send the same parameters with every attempt."
+                ),
             )
             return
 
@@ -346,16 +348,17 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
     ),
 )
 def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
-    """Look for parameters of the request that no call carries.
+    """Look for parameters of the request that no call carries, or none with the caller's value.
 
-    ``stitch.sampling-params`` judges one that only some calls carry, or carry with another value.
+    ``stitch.sampling-params`` judges one that only some calls carry, or carry with that value.
     """
     if not view.attempts:
         out.absent("no engine call of the request was recorded")
         return
     requested = view.request.sampling
     common = [name for name in requested if name in _COMMON_PARAMETERS]
-    replaced = _replaced(view) if view.contract.sampling is None else []
+    # A stack that only passes its own parameters may differ from the request.
+    replaced = [] if view.contract.sampling is Sampling.FORWARDED else _replaced(view)
     # A stack that carries a parameter shows that it forwards, whatever it declares. One that does
     # not may rename or replace it, so only a declaration can be broken.
     carried = [
@@ -372,6 +375,8 @@ def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
         if name not in carried
         and requested[name] not in (None, *defaults.get(name, _COMMON_PARAMETERS[name]))
     ]
+    if view.contract.sampling is Sampling.FORWARDED:
+        _find_replaced(view, out)
     if not missing:
         return
     values = ", ".join(f"{name}={_parameter(requested, name)}" for name in missing)
@@ -400,6 +405,34 @@ def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
     )
 
 
+def _find_replaced(view: RequestView, out: Collector) -> None:
+    """Find parameters that no call carries with the value that the caller gave."""
+    requested, first = view.request.sampling, view.attempts[0].call.sampling
+    names = [
+        name
+        for name in sorted(_replaced(view))
+        if not any(
+            name in attempt.call.sampling and _equal(attempt.call.sampling[name], requested[name])
+            for attempt in view.attempts
+        )
+    ]
+    if not names:
+        return
+    out.finding(
+        f"No call carries {listing(names)} as the caller gave"
+        f" {'it' if len(names) == 1 else 'them'}",
+        kind=f"no call carries the caller's {listing(names)}",
+        expected=f"{_values(requested, names)} on every call (sampling='forwarded')",
+        observed=f"{_values(first, names)} in call {call_id(view, 0)}",
+        where=view.place(call=call_id(view, 0), server=view.attempts[0].call.server_id),
+        hint=(
+            "The stack's own values replace the caller's (defaults that are merged last), so the"
+            " trainer corrects for a distribution that was never sampled from. A stack that"
+            " chooses its parameters itself declares sampling='own'."
+        ),
+    )
+
+
 def _replaced(view: RequestView) -> list[str]:
     """Return the parameters that the first call carries with another value than the caller gave."""
     first = view.attempts[0].call.sampling
@@ -410,28 +443,8 @@ def _replaced(view: RequestView) -> list[str]:
     ]
 
 
-def _changed_parameters(
-    view: RequestView,
-    attempt: Attempt,
-    expected: Mapping[str, Scalar],
-    names: Sequence[str],
-    origin: str,
-    out: Collector,
-) -> None:
-    parameters = attempt.call.sampling
-    out.finding(
-        f"Call {attempt.call.call_id} changes {count(len(names), 'sampling parameter')}:"
-        f" {listing(names)}",
-        kind=f"a call changes {listing(names)}",
-        expected=", ".join(f"{name}={_parameter(expected, name)}" for name in names)
-        + f", as in {origin}",
-        observed=", ".join(f"{name}={_parameter(parameters, name)}" for name in names),
-        where=view.place(call=attempt.call.call_id, server=attempt.call.server_id),
-        hint=(
-            "The rest of the response is sampled from another distribution than its start;"
-            " send the same parameters with every attempt."
-        ),
-    )
+def _values(parameters: Mapping[str, Scalar], names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={_parameter(parameters, name)}" for name in names)
 
 
 def _parameters(parameters: Mapping[str, Scalar]) -> str:

@@ -308,18 +308,36 @@ class TestParameters:
             script_rollout(self._call(temperature=0.7), self._call(), abort_surfaces=True)
         )
 
-    def test_the_first_call_is_held_to_the_request(self) -> None:
+    def test_a_value_of_the_stack_in_place_of_the_callers_is_not_forwarded(self) -> None:
         """Where both name a parameter that means the same everywhere, and the stack declares that
-        it forwards.
+        it forwards; the calls agree, so none changes a parameter.
         """
-        requested = {"sampling": {"temperature": 0.7}}
         story = script_rollout(
             self._call(temperature=1.0),
-            request=requested,
+            self._call(temperature=1.0),
+            request={"sampling": {"temperature": 0.7}},
             abort_surfaces=True,
             sampling="forwarded",
         )
-        assert "temperature=0.7, as in the request" == finds(self.ID, story).expected
+        finding = finds("stitch.sampling-forwarded", story)
+        assert "No call carries temperature as the caller gave it" == finding.title
+        assert "temperature=0.7 on every call (sampling='forwarded')" == finding.expected
+        assert "temperature=1.0 in call 1" == finding.observed
+        assert {"stitch.sampling-forwarded"} == blamed(story)
+
+    @pytest.mark.parametrize("values", [(1.0, 0.7), (0.7, 1.0)])
+    def test_a_value_that_only_some_calls_replace_is_changed(
+        self, values: tuple[float, float]
+    ) -> None:
+        """One cause, one check: calls that differ from each other break stitch.sampling-params."""
+        first, second = values
+        story = script_rollout(
+            self._call(temperature=first),
+            self._call(temperature=second),
+            request={"sampling": {"temperature": 0.7}},
+            abort_surfaces=True,
+            sampling="forwarded",
+        )
         assert {self.ID} == blamed(story)
 
     @pytest.mark.parametrize("sampling", [None, "own"])
