@@ -8,11 +8,12 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from rollproof.core.case import ActionKind
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Reply, Result
+from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.core.trace import Trace
 from rollproof.fakes.clients.reference_clients import AsSampled, ClientOptions, PartialSample
@@ -41,6 +42,23 @@ class _CutTurnAnswered(AsSampled):
         more = sample.turn < len(sample.request.turns)
         # the text is parsed for a tool call before the finish reason is read
         return FinishReason.STOP if reason is FinishReason.ABORT and more else reason
+
+
+class _LimitedTurnAnswered(AsSampled):
+    """Parses a turn for a tool call before it looks at why the turn ended."""
+
+    options: ClassVar[ClientOptions] = ClientOptions(
+        multi_turn=True, limits=RolloutLimits(turn_tokens=3)
+    )
+
+    def next_turn(self, sample: PartialSample) -> bool:
+        reason = sample.finish
+        if reason is FinishReason.LENGTH:
+            sample.finish = FinishReason.STOP
+        more = super().next_turn(sample)
+        if not more:
+            sample.finish = reason
+        return more
 
 
 class _ToolCallLost(AsSampled):
@@ -506,6 +524,14 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("cf. verl#5936",),
         make=_CutTurnAnswered,
         cases=(_CUT_TURN,),
+        detected_by=("lifecycle.cut-turns-not-answered",),
+    ),
+    KnownBug(
+        id="limited-turn-answered",
+        summary="The environment answers a turn that was cut at the limit of a turn.",
+        refs=("cf. verl tool_agent_loop.py",),
+        make=_LimitedTurnAnswered,
+        cases=(case(requests=(request(max_tokens=14, turns=((21, 22), (23, 24))),)),),
         detected_by=("lifecycle.cut-turns-not-answered",),
     ),
     KnownBug(

@@ -29,13 +29,14 @@ _UNFINISHED = (FinishReason.ABORT, FinishReason.ERROR)
     "lifecycle.cut-turns-not-answered",
     promise=(
         "The environment answers only turns that an engine ended: a turn that an abort cut off is"
-        " resumed, dropped, surfaced as aborted or masked out."
+        " resumed, dropped, surfaced as aborted or masked out, and one that was cut at"
+        " limits.turn_tokens is the last one, unless the contract says answers_cut_turns=True."
     ),
     needs="a multi-turn request, its engine calls and a delivered sample",
     exercised_by=("answers of the environment", "cut turns that are masked out"),
 )
 def lifecycle_cut_turns_not_answered(view: RequestView, out: Collector) -> None:
-    """Look for an answer to a turn whose last reply was an abort."""
+    """Look for an answer to a turn whose last reply was an abort, or that reached its limit."""
     expect_answers(view, out)
     delivered = existing_delivery(view, out)
     if delivered is None:
@@ -43,11 +44,16 @@ def lifecycle_cut_turns_not_answered(view: RequestView, out: Collector) -> None:
     begin = 0
     for number, answer in enumerate(delivered.reference.answers):
         out.exercised("answers of the environment")
-        if _was_cut(view, answer):
+        size = answer.start - begin
+        limited = _at_its_limit(view, answer, size)
+        if limited or _was_cut(view, answer):
             trained = _trained(delivered, begin, answer.start)
             surfaced = delivered.rollout.finish_reason in _UNFINISHED
             if trained and not surfaced:
-                _answered_cut_turn(view, number, answer, trained, answer.start - begin, out)
+                if limited:
+                    _answered_at_the_limit(view, number, answer, size, out)
+                else:
+                    _answered_cut_turn(view, number, answer, trained, size, out)
                 return
             if answer.start > begin and not trained:
                 out.exercised("cut turns that are masked out")
@@ -63,6 +69,18 @@ def _was_cut(view: RequestView, answer: Answer) -> bool:
     # stack that stops a call itself has seen what it waited for, such as a complete tool call.
     used_up = reply is not None and grant is not None and len(reply.output.token_ids) >= grant
     return not (used_up or ends_with_eos(view, attempt) or attempt.stopped_by_stack)
+
+
+def _at_its_limit(view: RequestView, answer: Answer, size: int) -> bool:
+    """Return whether a turn of ``size`` tokens was cut at the declared limit of a turn, which the
+    contract does not let the environment answer.
+    """
+    limits = view.contract.limits
+    if limits is None or limits.turn_tokens is None or limits.answers_cut_turns:
+        return False
+    if answer.finish is not FinishReason.LENGTH or answer.attempt is None:
+        return False
+    return size >= limits.turn_tokens and not ends_with_eos(view, view.attempts[answer.attempt])
 
 
 def _trained(delivered: Delivery, begin: int, end: int) -> int:
@@ -104,6 +122,33 @@ def _answered_cut_turn(
         hint=(
             "A fragment is parsed, answered and trained on as if the policy had ended its turn:"
             " read the finish reason of every call, not only of the last one."
+        ),
+    )
+
+
+def _answered_at_the_limit(
+    view: RequestView, number: int, answer: Answer, size: int, out: Collector
+) -> None:
+    assert answer.attempt is not None and view.contract.limits is not None
+    attempt = view.attempts[answer.attempt]
+    out.finding(
+        f"The environment answered turn {number}, which was cut at its limit",
+        kind="the environment answered a turn that was cut at its limit",
+        expected=(
+            f"the turn of {count(size, 'token')} is the last one: limits.turn_tokens="
+            f"{view.contract.limits.turn_tokens}, answers_cut_turns=False"
+        ),
+        observed=(
+            f"call {attempt.call.call_id} ended by length, and"
+            f" {count(len(answer.ids), 'token')} of the environment follow"
+        ),
+        where=view.place(
+            call=attempt.call.call_id, server=attempt.call.server_id, index=answer.start
+        ),
+        hint=(
+            "A fragment is parsed and answered as if the policy had ended its turn: end the rollout"
+            " when a turn ends by length. If the environment answers such turns on purpose, declare"
+            " limits={'answers_cut_turns': True}."
         ),
     )
 

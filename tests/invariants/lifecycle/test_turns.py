@@ -44,6 +44,25 @@ class TestCutTurns:
         )
         assert {"request": "r0", "call": 2, "server": "s0", "index": 6} == finding.where
 
+    def test_an_answer_to_a_turn_at_its_limit_is_found(self) -> None:
+        """The contract says that such a turn is the last one; a turn that ended by itself at the
+        limit, or one that the contract lets the environment answer, passes.
+        """
+        cut = (
+            ScriptedCall(tokens=(11, 12), reason="length"),
+            ScriptedCall(observed=TURNS[0], tokens=(14,), reason="stop"),
+        )
+        finding = finds(self.ID, story(*cut, limits={"turn_tokens": 2}))
+        assert "The environment answered turn 0, which was cut at its limit" == finding.title
+        assert (
+            "the turn of 2 tokens is the last one: limits.turn_tokens=2, answers_cut_turns=False"
+            == finding.expected
+        )
+        assert "call 1 ended by length, and 2 tokens of the environment follow" == finding.observed
+        passes(self.ID, story(*cut, limits={"turn_tokens": 2, "answers_cut_turns": True}))
+        ended = (ScriptedCall(tokens=(11, 12), reason="stop"), cut[1])
+        passes(self.ID, story(*ended, limits={"turn_tokens": 2}))
+
     def test_a_resumed_turn_passes(self) -> None:
         """The abort was resumed, then the environment answered."""
         parts = (
