@@ -20,7 +20,7 @@ from rollproof.invariants.replay.executed_rows import (
     judge_rows,
     native_choice,
 )
-from rollproof.invariants.replay.step_pairs import same_loss, unrepeated
+from rollproof.invariants.replay.step_pairs import NEAR_TIE, same_loss, unrepeated
 from rollproof.invariants.replay.steps import StepView, replay_check
 from rollproof.judging.checks import Collector
 from rollproof.judging.expected_rows import chosen_routes
@@ -213,7 +213,7 @@ def _is_native(contract: Contract) -> str | None:
             "the contract declares dummy experts for rows without a target: replay.assignments"
             " counts them"
         )
-    if terms.tolerance > 0:
+    if terms.tolerance > NEAR_TIE:
         return "the contract declares a tolerance: a near tie may be routed either way in two runs"
     return None
 

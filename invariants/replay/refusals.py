@@ -19,7 +19,7 @@ from rollproof.invariants.replay.executed_rows import (
     native_choice,
     unsound_before,
 )
-from rollproof.invariants.replay.step_pairs import unrepeated
+from rollproof.invariants.replay.step_pairs import NEAR_TIE, unrepeated
 from rollproof.invariants.replay.steps import StepView, replay_check
 from rollproof.judging.checks import Collector
 
@@ -328,7 +328,7 @@ def _other_choice(view: StepView) -> str | None:
     native = native_choice(view)
     if (
         view.terms.free_rows is not FreeRows.NATIVE
-        or view.terms.tolerance > 0
+        or view.terms.tolerance > NEAR_TIE
         or native is None
         or unrepeated(view)
     ):

@@ -16,6 +16,7 @@ from rollproof.invariants.replay.steps import REFERENCE, StepView
 from rollproof.judging.checks import Collector
 
 __all__ = [
+    "NEAR_TIE",
     "comparable",
     "compare",
     "differences",
@@ -27,6 +28,11 @@ __all__ = [
     "sketches",
     "unrepeated",
 ]
+
+NEAR_TIE = 1e-8
+"""The largest tolerance under which routing is taken to repeat: scores of float64 that differ by
+less are a tie about once in a hundred million rows.
+"""
 
 
 def differences(
