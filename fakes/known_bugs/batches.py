@@ -110,6 +110,11 @@ class _BatchLogprobsInBfloat16(Collator):
         return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
+class _BatchLogprobsClipped(Collator):
+    def logprobs(self, sample: Rollout) -> LogprobArray:
+        return np.maximum(super().logprobs(sample), -20.0)
+
+
 class _BatchLogprobsDropped(Collator):
     def rows(self, batch: CollatedBatch) -> list[BatchRow]:
         # the trainer cannot correct for its gap to the engine
@@ -421,6 +426,14 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#245",),
         kind="batches",
         make=_BatchLogprobsInBfloat16,
+        detected_by=("batch.logprobs",),
+    ),
+    KnownBug(
+        id="batch-logprobs-clipped",
+        summary="Logprobs below -20 become -20, which changes the importance ratio of rare tokens.",
+        refs=("cf. slime#245",),
+        kind="batches",
+        make=_BatchLogprobsClipped,
         detected_by=("batch.logprobs",),
     ),
     KnownBug(

@@ -161,6 +161,16 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
         name="the padding token as the end of sequence",
         samples=(_with_token(short, pad, 6), _with_token(long, pad, 1, 6, 9), plain),
     )
+    if contract.logprobs is not Logprobs.NONE:
+        # Clipping at -20 or -32 is only seen in a token that was very unlikely.
+        rare, plain = make.batch((3, 4), (2, 5))
+        assert rare.logprobs is not None
+        values = rare.logprobs.copy()
+        values[:2] = (-64.5, 0.0)
+        yield BatchCase(
+            name="a very small logprob, and one of 0",
+            samples=(replace(rare, logprobs=values), plain),
+        )
 
 
 def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:
