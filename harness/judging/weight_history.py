@@ -82,11 +82,6 @@ class WeightHistory:
         return key(label) in self._of_stack
 
     @property
-    def asked_unlabelled(self) -> frozenset[Version]:
-        """The weights of updates that were asked for without a label."""
-        return frozenset(self._asked_unlabelled)
-
-    @property
     def labels_unlabelled(self) -> bool:
         """Whether the stack gave labels of its own to all weights that it was asked to load without
         one.

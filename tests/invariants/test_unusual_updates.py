@@ -364,3 +364,19 @@ def test_labels_of_its_own_rule_out_weights_without_a_label() -> None:
         judgement = _judged(ODD[name], 31, 40).judgement()
         for check_id in ("versions.unlabelled-update", "versions.unknown-stays-unknown"):
             assert verdict == judgement[check_id].verdict, (name, judgement[check_id].reason)
+
+
+def test_a_label_of_its_own_that_the_case_had_published_decides_nothing() -> None:
+    """The case relabels the first weights as 1, and the stack, which cannot know, gives that number
+    to the next ones. Such a run shows neither that it labels all weights nor that it does not.
+    """
+    tally = Tally(default_registry())
+    for relabels in (True, False):
+        actions = [act(ActionKind.SYNC_UNLABELLED, 4)]
+        if relabels:
+            actions.insert(0, act(ActionKind.RELABEL, 2))
+        schedule = case(*actions, requests=(request(max_tokens=20),), flavour="sglang")
+        trace = run_case(_OwnNumbers, schedule)
+        judge_events(trace.header, trace.events, tally)
+    result = tally.judgement()["versions.unlabelled-update"]
+    assert Verdict.NOT_APPLICABLE == result.verdict, result.reason
