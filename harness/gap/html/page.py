@@ -5,21 +5,19 @@ Both need the packages of the extra ``report`` (jinja2, matplotlib), which are i
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.files import check_folder, check_target, write_atomically
-from rollproof.errors import ExtraError
 from rollproof.gap.column_checks import counted
 from rollproof.gap.gap_report import overall, rounded
 from rollproof.gap.limits import GapVerdict, Side
 from rollproof.gap.metrics import METRICS, Scale
+from rollproof.reporting.html.pages import page_template, require_packages
 
 if TYPE_CHECKING:
     from rollproof.gap.gap_report import GapReport
@@ -57,13 +55,11 @@ def check_report_target(report: Path | None, plots: Path | None) -> None:
     """
     if report is None and plots is None:
         return
-    lacking = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise ExtraError(
-            f"The HTML report and the plots need {' and '.join(lacking)}, which"
-            f" {'is' if len(lacking) == 1 else 'are'} not installed: pip install"
-            " 'rollproof[report]'. Without them the terminal output and --json hold every number."
-        )
+    require_packages(
+        _PACKAGES,
+        "The HTML report and the plots need",
+        "Without them the terminal output and --json hold every number.",
+    )
     if report is not None:
         check_target(report)
     if plots is not None:
@@ -127,22 +123,18 @@ def page_text(
     localisation: Localisation | None = None,
 ) -> str:
     """Return the HTML of ``write_report``."""
-    from jinja2 import Environment, StrictUndefined
-
     from rollproof.gap.html.plots import COLOURS, draw_plots
 
     plots = [
         {"name": plot.name, "title": plot.title, "about": plot.about, "svg": _svg(plot, COLOURS)}
         for plot in draw_plots(report, comparison, localisation)
     ]
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    template = page_template(
+        "rollproof.gap.html",
+        "page.html",
+        {"number": _number, "interval": _interval, "counted": counted},
     )
-    environment.filters |= {"number": _number, "interval": _interval, "counted": counted}
-    template = environment.from_string(
-        resources.files("rollproof.gap.html").joinpath("page.html").read_text(encoding="utf-8")
-    )
-    text = template.render(
+    text: str = template.render(
         report=report,
         verdict=str(overall(report, comparison, localisation)),
         summaries=_summaries(report, comparison, localisation),

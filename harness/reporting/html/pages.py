@@ -1,0 +1,52 @@
+"""What all pages share: their packages, their template engine, and their style."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from rollproof.errors import ExtraError
+
+__all__ = ["page_template", "require_packages"]
+
+
+def require_packages(names: Sequence[str], needed_for: str, without: str) -> None:
+    """Raise ``ExtraError`` if packages are missing.
+
+    Args:
+        names: The packages.
+        needed_for: The beginning of the message: what needs them.
+        without: Its end: what there is without them.
+    """
+    lacking = [name for name in names if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ExtraError(
+            f"{needed_for} {' and '.join(lacking)}, which"
+            f" {'is' if len(lacking) == 1 else 'are'} not installed: pip install"
+            f" 'rollproof[report]'. {without}"
+        )
+
+
+def page_template(
+    package: str, name: str, filters: Mapping[str, Callable[..., Any]] | None = None
+) -> Any:
+    """Return the jinja2 template ``name`` of ``package``, which escapes every text.
+
+    Its variable ``style`` is the style sheet of all pages.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= dict(filters or {})
+    environment.globals["style"] = Markup(read("rollproof.reporting.html", "base.css"))  # noqa: S704 - our own file
+    return environment.from_string(read(package, name))
+
+
+def read(package: str, name: str) -> str:
+    """Return the text of a file of a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
