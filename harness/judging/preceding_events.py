@@ -71,7 +71,9 @@ class PrecedingEvents:
         view = self.view or self._view_of(where.get("request")) or self._view_of_call(call)
         if view is not None:
             return request_story(view, self._met_by(view), now=self.now, call_id=call)
-        server = where.get("server")
+        server, step = where.get("server"), where.get("step")
+        if isinstance(step, str) and step:
+            return server_story(self._events, now=self.now, step=step)
         remembered = [
             item
             for item in self._events

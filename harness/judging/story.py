@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rollproof.core.events.base import Event
+from rollproof.core.events.replay import Step
 from rollproof.core.events.rollout import Call, Reply
 from rollproof.judging.attempt import Attempt
 from rollproof.judging.event_words import (
@@ -42,6 +43,7 @@ class Moment:
     broke: Whether the check saw at this event that the promise was broken.
     call: The id of the engine call, ``None`` if it is about none.
     server: The server on which it happened; ``""`` if it is about none.
+    step: The step of a trainer that it is about; ``""`` if it is about none.
     """
 
     index: int
@@ -50,6 +52,7 @@ class Moment:
     broke: bool = False
     call: int | None = None
     server: str = ""
+    step: str = ""
 
 
 def moment_of(event: Event, *, broke: bool = False) -> Moment:
@@ -61,6 +64,7 @@ def moment_of(event: Event, *, broke: bool = False) -> Moment:
         broke=broke,
         call=getattr(event, "call_id", None),
         server=getattr(event, "server_id", None) or "",
+        step=event.name if isinstance(event, Step) else getattr(event, "step", ""),
     )
 
 
@@ -97,13 +101,23 @@ def request_story(
     return shortened_story(moments)
 
 
-def server_story(remembered: Iterable[Event | Moment], *, now: Event | None) -> tuple[Moment, ...]:
-    """Return what happened on the servers, and the event that the judge is looking at."""
+def server_story(
+    remembered: Iterable[Event | Moment], *, now: Event | None, step: str = ""
+) -> tuple[Moment, ...]:
+    """Return what happened on the servers, and the event that the judge is looking at.
+
+    Of a ``step`` of a trainer the story ends with the step, which is judged when the next begins.
+    """
     moments = [
         item if isinstance(item, Moment) else moment_of(item)
         for item in remembered
         if now is None or item.index != now.index
     ]
+    of_step = [place for place, moment in enumerate(moments) if step and moment.step == step]
+    if of_step:
+        moments = moments[: of_step[-1] + 1]
+        moments[-1] = replace(moments[-1], broke=True)
+        return shortened_story(moments)
     moments.append(_end(moments) if now is None else moment_of(now, broke=True))
     return shortened_story(moments)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollproof.core.events.base import Event
+from rollproof.core.events.replay import Action, Outcome, Purpose, Step
 from rollproof.core.events.rollout import Admit, Gauge, Result
 from rollproof.core.records import Span
 from rollproof.invariants import default_registry
@@ -163,6 +165,32 @@ def test_a_finding_without_a_request_tells_of_its_server() -> None:
         "call 1 sampled 1 token, ended by length",
         ">> in flight = 0 at the start of the run",
     ] == told(script, at(Gauge, server="s0"))
+
+
+def test_a_finding_of_a_step_marks_the_step() -> None:
+    """A trainer's step is judged when the next one begins, which broke nothing."""
+    script = TraceScript(header={"about": "replay"})
+    for name in ("a", "b", "c"):
+        script.add(
+            Step(
+                episode="e",
+                name=name,
+                action=Action.REPLAY,
+                purpose=Purpose.TRAIN,
+                microbatches=(),
+            ),
+            Outcome(step=name),
+        )
+    check = replace(at(Step, step="b"), about="replay")
+    findings = judge(script.trace(), Registry([check])).results[0].findings
+
+    assert [
+        "step a (replay, train) with 0 samples",
+        "step a done",
+        "step b (replay, train) with 0 samples",
+        "step b done",
+    ] == [moment.text for moment in findings[2].story]
+    assert [False, False, False, True] == [moment.broke for moment in findings[2].story]
 
 
 def test_other_requests_are_left_out() -> None:
