@@ -21,6 +21,7 @@ from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.replay import replay
 from rollproof.cli.safe_stdio import stdout_failure
 from rollproof.cli.serve import serve
+from rollproof.cli.show import show
 from rollproof.cli.verify import verify
 from rollproof.core.error_text import describe_error, one_line
 from rollproof.errors import ConformanceError, RollproofError
@@ -54,7 +55,7 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, verify, check, replay, gap, serve, known_bugs, checks, doctor):
+for _command in (init, verify, check, show, replay, gap, serve, known_bugs, checks, doctor):
     app.command(_command.__name__.replace("_", "-"))(_command)
 app.add_typer(contract_commands)
 

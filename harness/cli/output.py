@@ -79,6 +79,11 @@ class Output:
             file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True
         )
 
+    @property
+    def width(self) -> int:
+        """The columns of the terminal; many if the output is none."""
+        return self._console.width
+
     def lines(self, lines: Iterable[Line]) -> None:
         """Print styled lines."""
         for style, text in lines:

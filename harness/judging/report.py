@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollproof.judging.checks import CheckResult, Verdict
+from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.story import Moment
 
-__all__ = ["REPORT_SCHEMA", "Canary", "ExitCode", "Interrupted", "Report"]
+__all__ = [
+    "REPORT_SCHEMA",
+    "Canary",
+    "ExitCode",
+    "Interrupted",
+    "Report",
+    "finding_dict",
+    "moment_dict",
+]
 
 REPORT_SCHEMA = 1
 
@@ -176,26 +184,28 @@ def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:
         "known": list(result.known),
         "otherwise": dict(result.otherwise),
         "flavours": {kind: list(names) for kind, names in result.flavours.items()},
-        "findings": [
-            {
-                "title": finding.title,
-                "kind": finding.kind,
-                "where": dict(finding.where),
-                "expected": finding.expected,
-                "observed": finding.observed,
-                "hint": finding.hint,
-                "witness": finding.witness,
-                "flavour": finding.flavour,
-                "after": list(finding.after),
-                "story": [_moment_dict(moment) for moment in finding.story],
-            }
-            for finding in result.findings
-        ],
+        "findings": [finding_dict(finding) for finding in result.findings],
     }
     return out
 
 
-def _moment_dict(moment: Moment) -> dict[str, Any]:
+def finding_dict(finding: Finding) -> dict[str, Any]:
+    """Return the JSON form of a finding."""
+    return {
+        "title": finding.title,
+        "kind": finding.kind,
+        "where": dict(finding.where),
+        "expected": finding.expected,
+        "observed": finding.observed,
+        "hint": finding.hint,
+        "witness": finding.witness,
+        "flavour": finding.flavour,
+        "after": list(finding.after),
+        "story": [moment_dict(moment) for moment in finding.story],
+    }
+
+
+def moment_dict(moment: Moment) -> dict[str, Any]:
     """Return a moment with the keys that say something."""
     out: dict[str, Any] = {
         "index": moment.index,

@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +25,7 @@ __all__ = [
     "failure_headline",
     "finding_headline",
     "finding_lines",
+    "place_text",
     "report_lines",
     "run_text",
     "story_lines",
@@ -246,43 +248,51 @@ def _one_of_each_kind(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 
 def finding_lines(
-    finding: Mapping[str, Any], number: int = 1, check_id: str = "", flavours: Sequence[str] = ()
+    finding: Mapping[str, Any],
+    number: int = 1,
+    check_id: str = "",
+    flavours: Sequence[str] = (),
+    *,
+    width: int = _WIDTH,
+    is_shown: bool = False,
 ) -> Iterator[Line]:
-    """Yield one finding: title, place, the engine flavours on which its kind was found, what
-    preceded it, expected, observed, hint, and the commands that say more of the check ``check_id``
-    and that run the counterexample again.
+    """Yield one finding: title, place, the engine flavours on which its kind was found, its story,
+    expected, observed, hint, and the commands that say more of the check ``check_id``, run the
+    counterexample again, and show it; the last one not if ``is_shown``.
     """
-    yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
+    yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7, width)
     told = [moment for moment in finding.get("story", ()) if not moment.get("broke")]
     yield from _rows(
         [
-            ("where", _place(finding["where"])),
+            ("where", place_text(finding["where"])),
             ("engine" if len(flavours) < 2 else "engines", _flavours(finding, flavours)),
             # the story names these events, too
             ("after", "" if told else "; ".join(finding.get("after", ()))),
-        ]
+        ],
+        width,
     )
-    yield from story_lines(finding.get("story", ()), most=_TOLD)
+    yield from story_lines(finding.get("story", ()), most=_TOLD, width=width)
+    witness = _relative(finding["witness"]) if finding["witness"] else ""
     rows = [
         ("expected", finding["expected"]),
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
         ("more", f"rollproof checks {check_id}" if check_id else ""),
-        (
-            "rerun",
-            f"rollproof replay {_relative(finding['witness'])}" if finding["witness"] else "",
-        ),
+        ("rerun", f"rollproof replay {witness}" if witness else ""),
+        ("show", f"rollproof show {witness}" if witness and not is_shown else ""),
     ]
-    yield from _rows(rows)
+    yield from _rows(rows, width)
 
 
-def _rows(rows: Iterable[tuple[str, str]]) -> Iterator[Line]:
+def _rows(rows: Iterable[tuple[str, str]], width: int) -> Iterator[Line]:
     for name, value in rows:
         if value:
-            yield Style.PLAIN, wrapped(f"       {name:<9} {value}", " " * 17)
+            yield Style.PLAIN, wrapped(f"       {name:<9} {value}", " " * 17, width)
 
 
-def story_lines(story: Sequence[Mapping[str, Any]], *, most: int) -> Iterator[Line]:
+def story_lines(
+    story: Sequence[Mapping[str, Any]], *, most: int, width: int = _WIDTH
+) -> Iterator[Line]:
     """Yield the story of a finding, one line an event; ``>>`` marks the event that broke the
     promise.
 
@@ -303,7 +313,7 @@ def story_lines(story: Sequence[Mapping[str, Any]], *, most: int) -> Iterator[Li
             yield Style.PLAIN, f"       {name:<9} ... {left:,} more events"
             name, left = "", 0
         style, mark = (Style.BAD, ">>") if place in broken else (Style.PLAIN, "  ")
-        yield style, wrapped(f"       {name:<7}{mark} {moment['text']}", " " * 17)
+        yield style, wrapped(f"       {name:<7}{mark} {moment['text']}", " " * 17, width)
         name = ""
 
 
@@ -314,7 +324,7 @@ def finding_headline(check: Mapping[str, Any]) -> str:
     if not check["findings"]:
         return str(check["reason"])
     finding = check["findings"][0]
-    place = [_place(finding["where"]), finding.get("flavour", "")]
+    place = [place_text(finding["where"]), finding.get("flavour", "")]
     facts = f" ({'; '.join(fact for fact in place if fact)})" if any(place) else ""
     rerun = f"; rollproof replay {_relative(finding['witness'])}" if finding["witness"] else ""
     return f"{finding['title']}{facts}{rerun}"
@@ -443,28 +453,22 @@ def _relative(path: str) -> str:
     return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
 
 
-def _place(keys: Mapping[str, Any]) -> str:
+def place_text(keys: Mapping[str, Any]) -> str:
+    """Return the place of a finding: ``request r0, segment 1, position 1``."""
     # From the outside in, whatever order the check gave; keys of its own come last.
     order = sorted(keys, key=lambda key: _PLACE_KEYS.get(key, len(_PLACE_KEYS)))
     return ", ".join(f"{key} {keys[key]}" for key in order)
 
 
 # Paths and ids stay whole, so that they can be copied: no line is broken inside a word.
-def wrapped(text: str, indent: str = "      ") -> str:
+def wrapped(text: str, indent: str = "      ", width: int = _WIDTH) -> str:
     """Return ``text`` with every line wrapped; continuation lines begin with ``indent``."""
-    lines = text.splitlines()
-    first = textwrap.fill(
-        lines[0], _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    first, *rest = text.splitlines() or [""]
+    fill = partial(
+        textwrap.fill,
+        width=width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    rest = [
-        textwrap.fill(
-            line,
-            _WIDTH,
-            initial_indent=indent,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines[1:]
-    ]
-    return "\n".join([first, *rest])
+    return "\n".join([fill(first), *(fill(line, initial_indent=indent) for line in rest)])

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rollproof.core.events.base import Event
 from rollproof.core.trace import Header, Trace
 from rollproof.errors import TraceError, UsageError
 from rollproof.store.columns import Rows, read_rows
-from rollproof.store.stream import END, Ending, State, Stream, open_file, schema_message
+from rollproof.store.stream import (
+    END,
+    BatchPlace,
+    Ending,
+    State,
+    Stream,
+    open_file,
+    schema_message,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["TraceReader", "TraceWriter"]
 
@@ -232,18 +243,51 @@ class TraceReader:
             for _ in own:
                 pass
 
-    def _rows(self) -> Generator[Header | Event]:
+    def placed(self) -> Iterator[tuple[BatchPlace, Iterator[Header | Event]]]:
+        """Yield the place of each batch, and its rows: take these before the next batch."""
         self.ending = None
         with open_file(self.path, "r") as file:
             stream = Stream(self.path, file)
             for batch in stream.batches():
-                rows = read_rows(batch)
-                while True:
-                    with stream.located():
-                        row = next(rows, None)
-                    if row is None:
-                        break
-                    stream.episodes += isinstance(row, Header)
-                    stream.events += not isinstance(row, Header)
-                    yield row
+                place = BatchPlace(offset=stream.offset, number=stream.state.batches - 1)
+                yield place, _read(stream, batch)
             self.ending = stream.ending
+
+    def batches_at(
+        self, places: Iterable[BatchPlace]
+    ) -> Iterator[list[tuple[int, Header | Event]]]:
+        """Yield the rows of some batches, each with the number of its episode.
+
+        Raises ``TraceError`` if a batch is not where it was, or is damaged.
+        """
+        with open_file(self.path, "r") as file:
+            stream = Stream(self.path, file)
+            for place in places:
+                stream.jump(place)
+                batch = next(stream.batches(), None)
+                if batch is None:
+                    raise TraceError(
+                        f"{self.path} has no batch at byte {place.offset}: it has changed."
+                    )
+                episodes: list[Any] = batch.column(0).to_pylist()
+                rows: list[tuple[int, Header | Event]] = list(
+                    zip(episodes, _read(stream, batch), strict=True)
+                )
+                yield rows
+
+    def _rows(self) -> Generator[Header | Event]:
+        for _, rows in self.placed():
+            yield from rows
+
+
+def _read(stream: Stream, batch: pa.RecordBatch) -> Iterator[Header | Event]:
+    """Yield the rows of a batch, and count them."""
+    rows = read_rows(batch)
+    while True:
+        with stream.located():
+            row = next(rows, None)
+        if row is None:
+            return
+        stream.episodes += isinstance(row, Header)
+        stream.events += not isinstance(row, Header)
+        yield row

@@ -29,6 +29,7 @@ __all__ = [
     "CONTINUATION",
     "END",
     "FORMAT",
+    "BatchPlace",
     "Ending",
     "State",
     "Stream",
@@ -72,6 +73,19 @@ class Ending:
         return (
             f"{read}{tail}. The writer did not close the file: it was killed, or is still at work."
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlace:
+    """Where a batch is in its file.
+
+    Attributes:
+        offset: The byte at which it begins.
+        number: How many batches are before it.
+    """
+
+    offset: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +177,16 @@ class Stream:
         self._closed = False
         self._read_schema()
         self.offset: int = self._source.tell()
+
+    def jump(self, place: BatchPlace) -> None:
+        """Go to a batch that an earlier walk came to: ``batches`` yields it next.
+
+        Raises ``TraceError`` if it is behind the end of the file.
+        """
+        if not 0 <= place.offset <= self._source.end:
+            raise TraceError(f"{self._path} has no batch at byte {place.offset}: it has changed.")
+        self._source.bytes_at(place.offset, 0)
+        self.offset, self.state = place.offset, State(place.number)
 
     @property
     def ending(self) -> Ending:

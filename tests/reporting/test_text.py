@@ -100,6 +100,7 @@ MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
                  again: keep the rows of the first call up to where the second begins, then append.
        more      rollproof checks routes.rows
        rerun     rollproof replay .rollproof/routes.rows.json
+       show      rollproof show .rollproof/routes.rows.json
      ... and 4 more findings of this check
   UNKNOWN  weights.pause: not exercised: no pause occurred
   exercised 2 situations: resumes 1,300; aborts mid-decode 120
