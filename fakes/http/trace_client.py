@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from rollproof.core.error_text import show
 from rollproof.core.events.rollout import Result, Submit
+from rollproof.core.record_validation import validate_request, validate_rollout
 from rollproof.core.records import Request, Rollout
 from rollproof.errors import UsageError
 from rollproof.fakes.http.engine_backend import OWNER_HEADER
@@ -33,19 +36,23 @@ class Teller:
         timeout: seconds to wait for it.
 
     Raises:
-        UsageError: the server refuses, and says why; or it cannot be reached.
+        UsageError: ``url`` is no address, or the server refuses, and says why, or is not reached.
+        SubjectError: what is reported is no record.
     """
 
     def __init__(self, url: str, *, timeout: float = 30.0) -> None:
-        self._url = url.rstrip("/")
+        self._url = _address(url)
         self._timeout = timeout
 
     def submit(self, request: Request) -> None:
         """Report that the stack was handed ``request``."""
-        self._report("submit", wire_of(Submit(request=request)))
+        self._report(
+            "submit", wire_of(Submit(request=validate_request(request, "The caller of submit()")))
+        )
 
     def result(self, rollout: Rollout) -> None:
         """Report that the stack returned ``rollout``."""
+        rollout = validate_rollout(rollout, "The caller of result()")
         self._report("result", wire_of(Result(request_id=rollout.request_id, rollout=rollout)))
 
     def ended(self, request_id: str, *, error: str | None = None) -> None:
@@ -81,3 +88,19 @@ class Teller:
             raise UsageError(
                 f"{self._url} cannot be reached to report this {kind}: {error}."
             ) from error
+
+
+def _address(url: object) -> str:
+    """Return the address without a slash at its end. Raises ``UsageError`` if it is none."""
+    try:
+        parts = urllib.parse.urlsplit(url) if isinstance(url, str) else None
+        sound = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port if parts is not None else None  # raises for a port that is no number
+    except ValueError:
+        sound = False
+    if not sound or any(char.isspace() for char in str(url)):
+        raise UsageError(
+            "Teller takes the address of the server, such as http://127.0.0.1:30000, not"
+            f" {show(url)}."
+        )
+    return str(url).rstrip("/")

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollproof.core.case import Case
 from rollproof.core.error_text import describe_error
+from rollproof.core.files import module_of
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
 from rollproof.verification.argument_checks import as_flavours
@@ -53,7 +54,8 @@ class Target:
     @property
     def folder(self) -> str:
         """The folder of its counterexamples, with the module: names are unique only within one."""
-        return str(self.recipe.get("subject", self.name)).replace(":", ".")
+        subject = str(self.recipe.get("subject", self.name))
+        return subject.replace(".py:", ".").replace(":", ".").replace("/", ".")
 
 
 def references() -> list[Target]:
@@ -144,13 +146,14 @@ def stack_targets(
 
 
 def subject_target(spec: str, about: str | None = None, option: str = "--subject") -> Target:
-    """Return the target of ``module:factory``; the current folder is searched too.
+    """Return the target of ``module:factory``, where the current folder is searched too, or of
+    ``FILE:factory``.
 
     ``about`` is the kind of subject (``None``: that of the class). Raises ``UsageError`` saying
     which half does not exist.
     """
     factory = named_factory(spec, option)
-    path = spec.partition(":")[2]
+    path = spec.rpartition(":")[2]
     recipe = {"subject": spec, **({} if about is None else {"about": about})}
     kind = about or kind_of(factory)
     return _target_of(name=path, factory=factory, recipe=recipe, about=kind)
@@ -161,15 +164,17 @@ def named_factory(spec: str, option: str) -> Any:
 
     Raises ``UsageError`` saying which half does not exist, or that it is not callable.
     """
-    module_name, colon, path = spec.partition(":")
+    module_name, colon, path = spec.rpartition(":")
     if not colon or not module_name or not path:
         raise UsageError(
             f"{option} {spec!r} must be written module:factory, such as"
-            " my_stack.subjects:MySubject."
+            " my_stack.subjects:MySubject or tests/test_my_stack.py:MySubject."
         )
     # As `python -m` does: the console script has its own folder there instead.
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
+    if module_name.endswith(".py"):
+        module_name = _module_of_file(module_name, option)
     module = _module(module_name, option)
     factory: Any = module
     for name in path.split("."):
@@ -203,6 +208,13 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     """
     if isinstance(recipe.get("subject"), str):
         about = recipe.get("about")
+        file = Path(recipe["subject"].rpartition(":")[0])
+        # A trace may come from anybody: it must not choose a file outside of this project.
+        if file.suffix == ".py" and not file.resolve().is_relative_to(Path.cwd()):
+            raise UsageError(
+                f"The trace names the subject {recipe['subject']!r}, a file outside of the current"
+                " folder: name one with --subject module:factory."
+            )
         return subject_target(recipe["subject"], about if about in KINDS else None)
     if isinstance(recipe.get("engine"), str):
         return engine_target(recipe["engine"], recipe.get("model"))
@@ -237,6 +249,17 @@ def _target_of(
         cases=None if about != ROLLOUTS else getattr(factory, "cases", None),
         about=about,
     )
+
+
+def _module_of_file(name: str, option: str) -> str:
+    """Return the module of a file, whose folder is searched from now on, as pytest does it."""
+    file = Path(name).resolve()
+    if not file.is_file():
+        raise UsageError(f"There is no file {name}: {option} takes module:factory or FILE:factory.")
+    folder, module = module_of(file)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return module
 
 
 def _module(name: str, option: str) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollproof.core.case import EngineOptions, Model
+from rollproof.core.files import check_target
 from rollproof.errors import ContractError, UsageError
 from rollproof.judging.report import ExitCode
 
@@ -137,6 +138,8 @@ def serve(
         )
     if trace is not None and trace.exists():
         raise UsageError(f"--trace {trace} exists: name a new file, or remove it first.")
+    if trace is not None:
+        check_target(trace)
     model = Model(
         num_layers=layers,
         moe_layers=tuple(range(layers)),
@@ -165,6 +168,8 @@ def serve(
     header = EngineBackend.header(options)
     # before the trace file is created: a port in use leaves nothing behind
     sockets = [bound_socket(port)]
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
     with nullcontext() if trace is None else TraceWriter(trace, header, trusted=True) as writer:
         if workers > 1:
             sockets += [bound_socket() for _ in range(workers)]

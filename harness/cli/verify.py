@@ -71,7 +71,11 @@ def verify(
     ] = False,
     subject: Annotated[
         str | None,
-        typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge an adapter of your own."),
+        typer.Option(
+            "--subject",
+            metavar="MODULE:FACTORY",
+            help="Judge an adapter of your own; FILE.py:FACTORY names it by its file.",
+        ),
     ] = None,
     replay: Annotated[
         str | None,

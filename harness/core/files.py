@@ -19,6 +19,7 @@ __all__ = [
     "folder_name",
     "is_special",
     "keep_text",
+    "module_of",
     "read_toml",
     "target_of",
     "text_bytes",
@@ -30,6 +31,17 @@ __all__ = [
 def folder_name(name: str) -> str:
     """Return a folder's name: letters, digits and ``-_.`` stay, anything else becomes ``_``."""
     return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
+
+
+def module_of(file: Path) -> tuple[Path, str]:
+    """Return the folder in which Python finds a file as a module, and the module's name there, as
+    pytest determines them: folders with ``__init__.py`` are packages.
+    """
+    folder, names = file.parent, [] if file.stem == "__init__" else [file.stem]
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(names)
 
 
 def text_bytes(text: str) -> bytes:

@@ -6,6 +6,7 @@ The plugin calls in here for functions that carry a suite; nothing runs while py
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from rollproof.core.files import check_folder
+from rollproof.core.files import check_folder, module_of
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import RollproofError, UsageError
 from rollproof.invariants import default_registry
@@ -318,4 +319,19 @@ def _factory(cls: type[Conformance]) -> SubjectFactory:
 def _recipe(factory: SubjectFactory) -> dict[str, str] | None:
     """Return how ``rollproof replay`` makes the subject; ``None`` for a factory without a name."""
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "<")
-    return {"subject": f"{module}:{name}"} if module and "<" not in name else None
+    return {"subject": f"{_place(module)}:{name}"} if module and "<" not in name else None
+
+
+def _place(module: str) -> str:
+    """Return the name of a module, or its file if it cannot be imported from the current folder.
+
+    pytest searches the folder of a test file, ``tests/`` without ``__init__.py`` for one; a command
+    in the root folder does not.
+    """
+    name = getattr(sys.modules.get(module), "__file__", None)
+    current = Path.cwd()
+    if name is None or not (file := Path(name)).is_relative_to(current):
+        return module
+    folder, found_as = module_of(file)
+    by_name = folder == current or found_as != module or "site-packages" in file.parts
+    return module if by_name else file.relative_to(current).as_posix()

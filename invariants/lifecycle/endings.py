@@ -232,6 +232,8 @@ class LifecycleNoErrorWithoutFault(EventCheck):
 
 def _cause_of(error: str, last: EngineOutput | None) -> str:
     """Return the known cause that the error and the last reply show, if they show one."""
+    if _is_own(error):
+        last = None
     if last is not None and last.routes is not None and _ARRAY.search(error):
         return (
             "A legal engine reply made the stack raise: it takes routes for a list or a tensor, and"
@@ -245,6 +247,30 @@ def _cause_of(error: str, last: EngineOutput | None) -> str:
     return "The error is the stack's own: its class and text say where it was raised."
 
 
+def _is_own(error: str) -> bool:
+    """Whether the class and the text of an error say that no value of a reply can have caused it:
+    a misspelt name, a wrong call.
+    """
+    kind = error.partition(":")[0]
+    if kind == "AttributeError":
+        lacking = _LACKING.search(error)
+        if lacking is None or lacking[1] not in _OF_REPLIES:
+            return True
+        return lacking[1] == "numpy.ndarray" and lacking[2] not in _OF_LISTS_AND_TENSORS
+    return kind in _MISSPELT or (kind == "TypeError" and _WRONG_CALL.search(error) is not None)
+
+
+_MISSPELT = frozenset(
+    ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError")
+)
+_WRONG_CALL = re.compile(r"(keyword|positional) argument")
+_LACKING = re.compile(r"'([\w.]+)' object has no attribute '(\w+)'")
+_OF_REPLIES = frozenset(("numpy.ndarray", "NoneType", "list", "tuple"))
+"""Types of the values in a reply."""
+_OF_LISTS_AND_TENSORS = frozenset(
+    (*dir(list), "clone", "cpu", "detach", "device", "dim", "is_cuda", "numel", "numpy", "to")
+)
+"""Attributes that a stack may expect of routes which an engine returns as an array."""
 _ARRAY = re.compile(r"ndarray|numpy|truth value of an array", re.IGNORECASE)
 
 

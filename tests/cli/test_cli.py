@@ -17,6 +17,8 @@ import pytest
 
 from rollproof.cli import app as app_module
 from rollproof.cli.app import run
+from rollproof.cli.named_targets import target_of_recipe
+from rollproof.errors import UsageError
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN
@@ -67,6 +69,7 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
             "There is no module 'nosuch': --subject searches the current folder",
         ),
         (["verify", "--subject", "nosuch"], "must be written module:factory"),
+        (["verify", "--subject", "no/such.py:X"], "There is no file no/such.py: --subject takes"),
         (["verify", "--subject", "json:dumper"], "json has no 'dumper'. Did you mean dump"),
         (["verify", "--subject", "sys:path"], "sys:path is a list, not a factory"),
         (
@@ -172,6 +175,30 @@ def test_an_internal_error_says_how_to_report_it(
     )
     assert ExitCode.INTERNAL == run(["verify", "--debug"])
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_subject_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is imported as pytest imports it: as a module of its package, or from its folder. A
+    trace, which anybody may have written, names none outside of the current folder.
+    """
+    monkeypatch.setattr("sys.path", list(sys.path))
+    for file in ("loose/alone_of_mine.py", "pack_of_mine/__init__.py", "pack_of_mine/part.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("class Mine: flavours = 'vllm'\n")
+    for file, module in (
+        ("loose/alone_of_mine.py", "alone_of_mine"),
+        ("pack_of_mine/part.py", "pack_of_mine.part"),
+    ):
+        target = target_of_recipe({"subject": f"{file}:Mine"})
+
+        assert module == target.factory.__module__
+        assert (("vllm",), "Mine") == (target.flavours, target.name)
+        assert f"{file.removesuffix('.py').replace('/', '.')}.Mine" == target.folder
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    for outside in ("../loose/alone_of_mine.py", str(tmp_path / "loose" / "alone_of_mine.py")):
+        with pytest.raises(UsageError, match="a file outside of the current folder"):
+            target_of_recipe({"subject": f"{outside}:Mine"})
 
 
 def test_verify_judges_a_subject_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:

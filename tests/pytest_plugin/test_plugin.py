@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
+from rollproof.judging.report import ExitCode
 from tests.support.inner_pytest import runs, suite, summary
 
 
@@ -502,6 +505,32 @@ def test_one_string_is_one_flavour(fake_runs: pytest.Pytester) -> None:
         """)
 
     fake_runs.runpytest_inprocess().assert_outcomes(passed=5)
+
+
+def test_the_printed_command_finds_a_subject_in_a_folder_of_tests(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests in tests/ without __init__.py, pytest called in the root folder: the command that is
+    printed with a finding works there, in a process of its own; a module beside it is found, too.
+    """
+    folder = pytester.mkdir("tests")
+    (folder / "helper_of_mine.py").write_text(
+        "from tests.support.faulty_subjects import Concat\n", encoding="utf-8"
+    )
+    (folder / "test_it.py").write_text(
+        "import rollproof\nfrom helper_of_mine import Concat\n\nclass MyStack(Concat): pass\n\n"
+        "@rollproof.conformance(MyStack, flavours='vllm', only=['routes.rows'])\n"
+        "def test_rollouts(check): ...\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    result = pytester.runpytest_subprocess()
+    command = next(line for line in result.outlines if line.startswith("       rerun"))
+    again = pytester.run(sys.executable, "-m", *command.split()[1:])
+
+    result.assert_outcomes(failed=1)
+    assert ExitCode.FAIL == again.ret
+    assert "reproduced" in str(again.stdout)
 
 
 def test_counterexamples_stay_out_of_the_repository(pytester: pytest.Pytester) -> None:

@@ -207,6 +207,17 @@ def test_a_killed_server_loses_no_more_than_a_second(
     assert "next: have your stack report its requests and samples." in output
 
 
+def test_folders_of_the_trace_are_made(tmp_path: Path) -> None:
+    """As those of --json are; a place where none can be made is refused before the start."""
+    trace = tmp_path / "new" / "folder" / "served.arrow"
+    with started("--trace", str(trace)) as (_, url):
+        assert 200 == answered(url, "/generate", CALL)
+        until(lambda: len(list(TraceReader(trace))) == 4)
+    (tmp_path / "file").touch()
+
+    assert 254 == run(["serve", "--as", "sglang", "--trace", str(tmp_path / "file" / "t.arrow")])
+
+
 def test_a_full_disk_ends_the_server_and_is_reported_once(tmp_path: Path) -> None:
     """A server whose trace cannot be written is of no use: it ends with 254 and the reason; what it
     wrote before is readable.

@@ -216,6 +216,16 @@ def test_invalid_reports_are_refused_with_the_reason() -> None:
         Teller("http://127.0.0.1:1").submit(submitted)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["nope", "", "127.0.0.1:30000", "ftp://host", "http://", "http://h:port", "http://a b", 7],
+)
+def test_a_reporter_takes_an_address(url: Any) -> None:
+    """Anything else is refused at once, and not with the words of urllib at the first report."""
+    with pytest.raises(UsageError, match="Teller takes the address of the server, such as http://"):
+        Teller(url)
+
+
 @contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`rollproof serve` as a process of its own, and its address."""

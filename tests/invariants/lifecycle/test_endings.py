@@ -160,6 +160,34 @@ class TestNoErrorWithoutFault:
         script.reply(call, (3, 4), prompt_len=2).result(event={"error": error})
         assert named == ("verl #7158" in finds(self.ID, script).hint)
 
+    @pytest.mark.parametrize(
+        ("error", "own"),
+        [
+            ("NameError: name 'numpy_rows' is not defined (client.py:3, in resume)", True),
+            ("AttributeError: 'Client' object has no attribute 'ndarrays'", True),
+            ("AttributeError: 'numpy.ndarray' object has no attribute 'lenght'", True),
+            ("ModuleNotFoundError: No module named 'numpy_typing'", True),
+            ("TypeError: resume() missing 1 required positional argument: 'ndarray'", True),
+            ("AttributeError: 'numpy.ndarray' object has no attribute 'extend'", False),
+            ("AttributeError: 'NoneType' object has no attribute 'shape'", False),
+            ("IndexError: list index out of range", False),
+            ("TypeError: 'NoneType' object is not subscriptable", False),
+        ],
+    )
+    def test_a_reply_is_not_blamed_for_a_misspelt_name(self, error: str, own: bool) -> None:
+        """No value of a reply causes a wrong name, attribute or call: the hint names no known
+        cause, neither for an abort without tokens nor for an array of routes.
+        """
+        empty, routed = opened(), opened()
+        empty.reply(empty.call((1, 2)), (), reason="abort").result(event={"error": error})
+        routed.reply(routed.call((1, 2)), (3, 4), prompt_len=2).result(event={"error": error})
+        blamed = "verl #" in finds(self.ID, empty).hint
+
+        assert own != blamed
+        if own:
+            assert "verl #" not in finds(self.ID, routed).hint
+            assert finds(self.ID, routed).hint.startswith("The error is the stack's own")
+
     def test_an_array_is_not_the_cause_where_no_reply_had_routes(self) -> None:
         """The same words about another array."""
         script = opened()
