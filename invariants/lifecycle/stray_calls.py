@@ -35,7 +35,7 @@ class _OpenCall:
     request: Its request.
     server: Its server.
     admitted: Whether the server admitted it.
-    left: The end of its request, if that ended before the call.
+    outlived: The end of its request, if that ended before the call.
     """
 
     request: str

@@ -105,9 +105,9 @@ class _Mismatches:
     """The wrong rows.
 
     positions: ``(m,)``.
-    got: The delivered rows, ``(m, moe_layers, top_k)``.
-    want: The expected rows, ``(m, moe_layers, top_k)``.
-    differ: Where they differ, ``(m, moe_layers)``.
+    actual: The delivered rows, ``(m, moe_layers, top_k)``.
+    expected: The expected rows, ``(m, moe_layers, top_k)``.
+    differs: Where they differ, ``(m, moe_layers)``.
     """
 
     positions: Positions
@@ -122,7 +122,7 @@ class _Mismatches:
     def group(
         self, kind: RowOrigin, explained: BoolArray, clue: Clue, others: Positions
     ) -> WrongRows:
-        """Return the group of the rows in ``mine``."""
+        """Return the group of the rows in ``explained``."""
         layers = int(self.differs[explained].sum(axis=1).max())
         return WrongRows(
             kind=kind, positions=self.positions[explained], layers=layers, clue=clue, others=others

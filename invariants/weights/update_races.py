@@ -81,7 +81,7 @@ class _Session:
 
     paused: Whether the server is still paused.
     pauses: The number of unmatched pauses.
-    cut: A resume among them.
+    resumed_early: The last resume, while another pause is unmatched.
     loaded: A load after that resume.
     """
 
