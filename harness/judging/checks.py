@@ -298,7 +298,6 @@ class Collector:
             hint: What usually causes it.
             kind: The title without counts and names; by default the title.
         """
-        # A finding is also exercise: a check that fails has seen the situation.
         kind = self._count(title if kind is None else kind, 1)
         self.found += 1
         preceding = self.preceding

@@ -33,7 +33,7 @@ from rollproof.store.codec import (
     encode_header,
     newer_schema,
 )
-from rollproof.store.stream import FORMAT, Ending, made_by
+from rollproof.store.stream import CONTINUATION, FORMAT, Ending, made_by
 
 __all__ = ["MAX_BYTES", "JsonTrace", "dump_trace", "event_of", "load_trace", "wire_of"]
 
@@ -69,7 +69,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     """Read what ``dump_trace`` wrote, or a person edited.
 
     Raises:
-        UsageError: There is no file.
+        UsageError: There is no file, or it is in Arrow form.
         TraceVersionError: A newer rollproof wrote the trace.
         TraceError: It is no trace in this form.
     """
@@ -238,6 +238,11 @@ def _text(source: Path) -> str:
         raise TraceError(f"it cannot be opened: {error.strerror}.") from error
     if len(data) > MAX_BYTES:
         raise TraceError(f"it has more than {MAX_BYTES / 1e6:.0f} MB, the limit of the JSON form.")
+    if data.startswith(CONTINUATION):
+        raise UsageError(
+            f"{source} is a trace in Arrow form: `rollproof check` and `open_trace` read it. Only a"
+            " counterexample, which is JSON, can be run again."
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rollproof.core.case import Case, Model
 from rollproof.core.contract import Contract, Logprobs, MissingLogprobs, Rows
@@ -27,13 +27,15 @@ def probe(
     The model is ``None`` if the contract follows the fleet. Without ``flavours`` those of the
     subject's attribute ``flavours`` are used, and without that the enrolled ones
     (``Flavour.enrolled``) whose conventions fit the contract. Raises ``UsageError`` for a name that
-    does not exist, ``SubjectError`` for a subject that does not start on a flavour that was named.
+    does not exist and for a contract that fits no flavour, ``SubjectError`` for a subject that does
+    not start on a flavour that was named.
     """
     named = as_flavours(getattr(factory, "flavours", None) or () if flavours is None else flavours)
     unknown = sorted(set(named) - set(FLAVOURS))
     if unknown:
         raise UsageError(f"No engine flavour is named {unknown}; choose among {sorted(FLAVOURS)}.")
     fitting = []
+    misfits: dict[str, str] = {}
     enrolled = tuple(name for name, flavour in FLAVOURS.items() if flavour.enrolled)
     for flavour in named or enrolled:
         try:
@@ -47,12 +49,30 @@ def probe(
             if named:
                 raise
             continue
-        if named or _fits(subject, engine, FLAVOURS[flavour]):
+        misfit = None if named else _misfit(subject, engine, FLAVOURS[flavour])
+        if misfit is None:
             fitting.append((flavour, subject, model))
-    if not fitting and not named:
-        # nothing fits: start it once more so that its own error is raised
-        idle_contracts(factory, _idle(next(iter(FLAVOURS)), Model()))
+        else:
+            misfits[flavour] = misfit
+    if not fitting:
+        if not misfits:
+            # it starts on none: start it once more so that its own error is raised
+            idle_contracts(factory, _idle(next(iter(FLAVOURS)), Model()))
+        raise UsageError(_no_fit(misfits))
     return fitting
+
+
+def _no_fit(misfits: Mapping[str, str]) -> str:
+    """Return why no flavour fits, one line for the flavours with the same reason."""
+    reasons: dict[str, list[str]] = {}
+    for flavour, reason in misfits.items():
+        reasons.setdefault(reason, []).append(flavour)
+    lines = "".join(f"\n  {', '.join(names)}: {reason}" for reason, names in reasons.items())
+    return (
+        "No engine flavour returns what the contract declares. Correct the contract, or name the"
+        " engines that the stack converts from as `flavours` of the subject."
+        f"{lines}"
+    )
 
 
 def _idle(flavour: str, model: Model) -> Case:
@@ -64,7 +84,7 @@ def _idle(flavour: str, model: Model) -> Case:
 
 
 def declares(contract: Contract, model: Model) -> bool:
-    """Whether the contract's sizes are those of the model."""
+    """Return whether the contract's sizes are those of the model."""
     if not contract.has_routes:
         return True
     shown = (contract.num_layers, contract.moe_layers, contract.num_experts, contract.top_k)
@@ -86,19 +106,24 @@ def _model_of(contract: Contract) -> Model:
     )
 
 
-def _fits(subject: Contract, engine: Contract, flavour: Flavour) -> bool:
-    """Whether engines of this flavour can return what the subject declares."""
+def _misfit(subject: Contract, engine: Contract, flavour: Flavour) -> str | None:
+    """Return why engines of this flavour cannot return what the subject declares, or ``None``."""
     if subject.logprobs is not Logprobs.NONE:
-        always = subject.missing_logprobs is MissingLogprobs.NEVER
-        if engine.logprobs is Logprobs.NONE or (always and not flavour.abort_logprobs):
-            return False
+        if engine.logprobs is Logprobs.NONE:
+            return f"logprobs={str(subject.logprobs)!r}, and the engine returns none"
+        if subject.missing_logprobs is MissingLogprobs.NEVER and not flavour.abort_logprobs:
+            return "missing_logprobs='never', and an aborted call returns no logprobs"
+    if not subject.has_routes:
+        return None
     # a call that is aborted on its last token is never resumed: its rows come from nowhere else
-    if subject.has_routes and not flavour.abort_routes:
-        return False
-    if not subject.has_routes or not engine.has_routes:
-        return not subject.has_routes
+    if not flavour.abort_routes or not engine.has_routes:
+        when = "an aborted call" if engine.has_routes else "the engine"
+        return f"rows={str(subject.rows)!r}, and {when} returns no routes"
     if subject.rows is Rows.FORWARDED and engine.rows is Rows.ALL:
-        return False
-    return subject.layer_axis == engine.layer_axis and bool(
-        set(subject.dtypes) & set(engine.dtypes)
-    )
+        return f"rows={str(subject.rows)!r}, and the engine returns {str(engine.rows)!r}"
+    if subject.layer_axis != engine.layer_axis:
+        axes = str(subject.layer_axis), str(engine.layer_axis)
+        return f"layer_axis={axes[0]!r}, and the engine's is {axes[1]!r}"
+    if not set(subject.dtypes) & set(engine.dtypes):
+        return f"dtype={subject.dtype!r}, and the engine returns {engine.dtype}"
+    return None

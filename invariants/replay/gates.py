@@ -334,7 +334,7 @@ def _excuse(view: StepView, out: Collector, method: str, unjudged: str) -> None:
     """Report why a step that needs an optional method was skipped: without the method there is
     nothing to judge.
     """
-    reason = view.hindrance or "it ended with an error"
+    reason = view.hindrance or f"step {view.step.name!r} ended with an error"
     if "the subject has no" in reason:
         out.inapplicable(f"{reason} (the optional method `{method}`){unjudged}")
     else:

@@ -508,6 +508,9 @@ def test_wrong_paths_and_encodings(tmp_path: Path) -> None:
         load_trace(tmp_path)
     with pytest.raises(TraceError, match="could not be written: No such file or directory"):
         dump_trace(story(), tmp_path / "no" / "trace.json")
+    TraceWriter(tmp_path / "served.arrow", HEADER).close()
+    with pytest.raises(UsageError, match="is a trace in Arrow form: `rollproof check` and"):
+        load_trace(tmp_path / "served.arrow")
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xfc"}')
     with pytest.raises(TraceError, match=r"is not UTF-8 text \(at byte 7\)"):
         load_trace(tmp_path / "latin.json")

@@ -11,6 +11,7 @@ import pytest
 
 from rollproof.core.contract import Contract, MissingLogprobs
 from rollproof.engines.engine_targets import EngineTarget, fake_target
+from rollproof.errors import UsageError
 from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, AsSampledTurns
 from rollproof.fakes.engine import flavours
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
@@ -145,3 +146,27 @@ def test_a_client_of_turns_that_masks_missing_logprobs_fits() -> None:
     """It declares what becomes of them."""
     contract = probe(AsSampledTurns, ["vllm"])[0][1]
     assert MissingLogprobs.MASKED is contract.missing_logprobs
+
+
+def test_a_contract_that_no_engine_fits_is_explained() -> None:
+    """Each flavour with what it returns in place of what is declared: the contract is wrong more
+    often than the choice of engines.
+    """
+
+    class WrongDtype(AsSampled):
+        """Declares ids as torch has them, and delivers those of the engine."""
+
+        def declared(self, fleet: Fleet) -> Contract:
+            return replace(super().declared(fleet), dtype="int64")
+
+    with pytest.raises(UsageError) as caught:
+        probe(WrongDtype)
+    assert str(caught.value).splitlines() == [
+        (
+            "No engine flavour returns what the contract declares. Correct the contract, or name"
+            " the engines that the stack converts from as `flavours` of the subject."
+        ),
+        "  vllm, vllm-0.26, vllm-gated: dtype='int64', and the engine returns uint8",
+        "  sglang, sglang-0.5.17, trtllm: dtype='int64', and the engine returns int32",
+        "  rows-T: rows='T-1', and the engine returns 'T'",
+    ]

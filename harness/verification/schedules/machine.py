@@ -27,7 +27,6 @@ from rollproof.core.events.rollout import Call, Reply
 from rollproof.core.records import Request
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Trace
-from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Finding
 from rollproof.judging.judge import Tally
@@ -61,11 +60,6 @@ def machine_for(
     Raises ``UsageError`` for names that do not exist and where no flavour fits.
     """
     found = probe(factory, None if flavour is None else (flavour,))
-    if not found:
-        raise UsageError(
-            "No engine flavour fits the subject's contract: pass the one that it supports as"
-            " `flavour`."
-        )
     name, contract, model = found[0]
     checks = registry if registry is not None else default_registry()
     body: dict[str, Any] = {
