@@ -1,0 +1,130 @@
+"""Weight updates that are unusual and keep their contracts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollproof.fakes.engine.exceptions import TransferFailed
+from tests.odd_stacks.bases.control import Control
+
+
+class RollingUpdate(Control):
+    """One server after the other: drained (wait), loaded, resumed; the others go on serving. The
+    update returns when the last one has the weights.
+    """
+
+    async def roll(self, weights, label, servers):
+        for s in servers:
+            try:
+                await s.pause("wait", clear_cache=True)
+                await s.load(weights, label)
+            except ConnectionError:
+                continue
+            finally:
+                if s.alive:
+                    await s.resume()
+
+
+class TransfersRetried(Control):
+    """A transfer that breaks is tried again on that server, with a growing wait; after the fourth
+    failure the update raises, and all servers are resumed.
+    """
+
+    async def each(self, servers, do):
+        async def patient(server):
+            for n in range(4):
+                try:
+                    return await do(server)
+                except TransferFailed:
+                    if n == 3:
+                        raise
+                    await asyncio.sleep(2**n)
+            return None
+
+        await super().each(servers, patient)
+
+
+class GateDuringUpdates(Control):
+    """Calls are held at a gate while an update runs; the update waits until the calls in flight have
+    ended by themselves (no abort at all).
+    """
+
+    def prepare(self):
+        super().prepare()
+        self.gate, self.flying, self.idle = asyncio.Event(), 0, asyncio.Event()
+        self.gate.set()
+        self.idle.set()
+
+    async def ask(self, run, sent, left):
+        while not self.gate.is_set():
+            await self.gate.wait()
+        self.flying += 1
+        self.idle.clear()
+        try:
+            return await super().ask(run, sent, left)
+        finally:
+            self.flying -= 1
+            if not self.flying:
+                self.idle.set()
+
+    async def roll(self, weights, label, servers):
+        self.gate.clear()
+        try:
+            await self.idle.wait()
+            await super().roll(weights, label, servers)
+        finally:
+            self.gate.set()
+
+
+class ReplicasInTwoGroups(Control):
+    """Replicas in two groups (even and odd); a request belongs to one group by its id and never
+    leaves it unless all of it is dead. Updates go to one group after the other.
+    """
+
+    def prepare(self):
+        super().prepare()
+        self.groups = [g for g in (self.servers[::2], self.servers[1::2]) if g]
+
+    def server(self, run):
+        g = self.groups[sum(map(ord, run.request.request_id)) % len(self.groups)]
+        living = [s for s in g if s.alive] or [s for s in self.servers if s.alive] or self.servers
+        return living[run.attempt % len(living)]
+
+    async def roll(self, weights, label, servers):
+        for group in self.groups:
+            await super().roll(weights, label, [s for s in group if s in servers and s.alive])
+
+
+class StringLabels(Control):
+    """The stack's labels are strings ("step-00012"), published with the weights; the tags are what
+    the engines showed, whatever their type.
+    """
+
+    async def update_weights(self, version):
+        async with self.turnstile:
+            label = None if version is None else f"step-{version:05}"
+            await self.roll(
+                self.fleet.weights_of(version), label, [s for s in self.servers if s.alive]
+            )
+
+
+class UpdatesMerged(Control):
+    """Updates that are asked for while one runs are merged: one more update brings the newest of
+    them, and all callers wait for it.
+    """
+
+    def prepare(self):
+        super().prepare()
+        self.wanted, self.number, self.done_up_to = [], 0, 0
+
+    async def update_weights(self, version):
+        self.number += 1
+        mine = self.number
+        self.wanted.append((self.fleet.weights_of(version), mine, version))
+        async with self.turnstile:
+            if self.done_up_to >= mine:
+                return
+            upto, (weights, _, label) = self.number, max(self.wanted, key=lambda w: w[:2])
+            await self.roll(weights, label, [s for s in self.servers if s.alive])
+            self.done_up_to = upto
+            self.wanted = [w for w in self.wanted if w[1] > upto]
