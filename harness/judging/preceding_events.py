@@ -2,7 +2,7 @@
 
 They come from the trace itself and say nothing about a cause: a finding names what preceded it, so
 that a reader knows which situation to look at. ``before`` names the last of them, and ``story``
-tells all, with the event at which the promise was seen to be broken.
+tells all, with the event that broke the promise marked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollproof.core.trace import Header
 from rollproof.judging.attempt import Attempt
 from rollproof.judging.event_words import describe, is_aborted, tokens
 from rollproof.judging.request_view import RequestView
-from rollproof.judging.story import Moment, moment_of, request_story, server_story
+from rollproof.judging.story import Mark, Moment, moment_of, request_story, server_story
 
 __all__ = ["PrecedingEvents"]
 
@@ -36,7 +36,7 @@ class PrecedingEvents:
     now: The event that the judge is looking at; ``None`` once the trace has ended.
     """
 
-    __slots__ = ("_calls", "_ended", "_events", "_open", "flavour", "now", "view")
+    __slots__ = ("_calls", "_ended", "_events", "_of_engine", "_open", "flavour", "now", "view")
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class PrecedingEvents:
         self.view: RequestView | None = None
         self.now: Event | None = None
         self._open, self._ended, self._calls = open, ended, calls
+        self._of_engine = header.about == "engines"
         self._events: deque[Event | Moment] = deque(maxlen=_REMEMBERED)
 
     def add(self, event: Event) -> None:
@@ -66,25 +67,40 @@ class PrecedingEvents:
         It is that of the request, if the place is one or a call of one. Otherwise it is that of
         the server, or of all servers.
         """
-        call_id = where.get("call")
-        call = call_id if type(call_id) is int else None
-        view = self.view or self._view_of(where.get("request")) or self._view_of_call(call)
+        mark = self._mark(where)
+        if mark.step:
+            return server_story(self._events, mark)
+        view = self.view or self._view_of(where.get("request"))
         if view is not None:
-            return request_story(view, self._met_by(view), now=self.now, call_id=call)
-        server, step = where.get("server"), where.get("step")
-        if isinstance(step, str) and step:
-            return server_story(self._events, now=self.now, step=step)
+            return request_story(view, self._met_by(view), mark)
+        view = self._view_of_call(where.get("call"))
+        if view is not None:
+            # what happened to the server before may matter as much
+            return request_story(view, self._met_by(view, since=-1), mark)
+        server = where.get("server")
         remembered = [
             item
             for item in self._events
             if isinstance(item, Moment) or describe(item)
             if server is None or _server_of(item) in ("", server)
         ]
-        return server_story(remembered[-_RECENT:], now=self.now)
+        return server_story(remembered[-_RECENT:], mark)
 
-    def _view_of_call(self, call_id: int | None) -> RequestView | None:
+    def _mark(self, where: Mapping[str, Scalar]) -> Mark:
+        call, index, step = where.get("call"), where.get("index"), where.get("step")
+        # a check of a request, or of an engine, counts tokens by "index"
+        of_event = self.view is None and not self._of_engine
+        names_call = self.view is not None or self._of_engine
+        return Mark(
+            now=self.now,
+            index=index if type(index) is int and of_event else None,
+            call=call if type(call) is int and names_call else None,
+            step=step if isinstance(step, str) else "",
+        )
+
+    def _view_of_call(self, call_id: Scalar) -> RequestView | None:
         """Return the open or lately ended request of a call."""
-        if call_id is None:
+        if type(call_id) is not int:
             return None
         if call_id in self._calls:
             return self._calls[call_id][0]
@@ -97,15 +113,25 @@ class PrecedingEvents:
             None,
         )
 
-    def _met_by(self, view: RequestView) -> Iterator[Event]:
-        """Yield what happened to the servers of a request while they worked for it."""
+    def _met_by(self, view: RequestView, since: int | None = None) -> Iterator[Event]:
+        """Yield what happened to the servers of a request while they worked for it, or from index
+        ``since`` on.
+        """
+        first = view.submit.index if since is None else since
         calls = {attempt.call.call_id: attempt.call.server_id for attempt in view.every_call}
         servers = set(calls.values())
         last = _completed_at(view)
         for event in self._events:
-            if isinstance(event, Moment | Reply | Observation | Update):
+            if isinstance(event, Moment | Reply | Observation):
                 continue
-            if not view.submit.index <= event.index <= last or _server_of(event) not in servers:
+            if not first <= event.index <= last:
+                continue
+            # an update of all servers is told by what happened to each, if the request saw it
+            if isinstance(event, Update):
+                if since is not None:
+                    yield event
+                continue
+            if _server_of(event) not in servers:
                 continue
             if isinstance(event, Fault) and event.call_id is not None:
                 continue

@@ -17,14 +17,13 @@ from rollproof.judging.event_words import (
     describe,
     describe_reply,
     describe_result,
-    describe_submit,
     described,
     sampled_under,
     tokens,
 )
 from rollproof.judging.request_view import RequestView
 
-__all__ = ["END", "Moment", "moment_of", "request_story", "server_story", "shortened_story"]
+__all__ = ["END", "Mark", "Moment", "moment_of", "request_story", "server_story", "shortened_story"]
 
 END = -1
 """The index of the moment after the last event."""
@@ -40,7 +39,8 @@ class Moment:
         events that are left out).
     time: The time of the event, in seconds of the trace's clock.
     text: What happened.
-    broke: Whether the check saw at this event that the promise was broken.
+    broke: Whether the promise was broken at this event, as far as the check says.
+    since: The index of the engine call, if the moment is a call with its reply; otherwise -1.
     call: The id of the engine call, ``None`` if it is about none.
     server: The server on which it happened; ``""`` if it is about none.
     step: The step of a trainer that it is about; ``""`` if it is about none.
@@ -50,6 +50,7 @@ class Moment:
     time: float
     text: str
     broke: bool = False
+    since: int = END
     call: int | None = None
     server: str = ""
     step: str = ""
@@ -68,58 +69,66 @@ def moment_of(event: Event, *, broke: bool = False) -> Moment:
     )
 
 
-def request_story(
-    view: RequestView,
-    others: Iterable[Event],
-    *,
-    now: Event | None,
-    call_id: int | None = None,
-) -> tuple[Moment, ...]:
-    """Return the story of a request.
+def request_story(view: RequestView, others: Iterable[Event], mark: Mark) -> tuple[Moment, ...]:
+    """Return the story of a request, with what happened to its servers meanwhile."""
+    return shortened_story(mark.put(_moments(view, others)))
 
-    Args:
-        view: The request, with its calls.
-        others: What happened to its servers meanwhile.
-        now: The event that the judge is looking at; ``None`` at the end of the trace.
-        call_id: The call of the finding's place; its reply is then the event that broke the
-            promise, if ``now`` is the result of the request.
+
+def server_story(remembered: Iterable[Event | Moment], mark: Mark) -> tuple[Moment, ...]:
+    """Return what happened on the servers, or to the steps of a trainer."""
+    moments = (item if isinstance(item, Moment) else moment_of(item) for item in remembered)
+    return shortened_story(mark.put(moments))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """Which event of a story broke the promise.
+
+    now: The event that the judge is looking at; ``None`` at the end of the trace.
+    index: The index of the event that the check names as the place.
+    call: The call that it names.
+    step: The step of a trainer that it names.
     """
-    at_result = any(now is result for result in view.results) or now is None
-    culprit = None
-    if at_result and call_id is not None:
-        culprit = next((a for a in view.every_call if a.call.call_id == call_id), None)
-    moments = list(_moments(view, others))
-    if culprit is not None:
-        last = max((m.index for m in moments if m.call == call_id), default=END)
-        moments = [replace(m, broke=True) if m.index == last else m for m in moments]
-    elif now is None:
-        moments.append(_end(moments))
-    elif any(m.index == now.index for m in moments):
-        moments = [replace(m, broke=True) if m.index == now.index else m for m in moments]
-    else:
-        moments.append(moment_of(now, broke=True))
-    return shortened_story(moments)
 
+    now: Event | None
+    index: int | None = None
+    call: int | None = None
+    step: str = ""
 
-def server_story(
-    remembered: Iterable[Event | Moment], *, now: Event | None, step: str = ""
-) -> tuple[Moment, ...]:
-    """Return what happened on the servers, and the event that the judge is looking at.
+    def put(self, moments: Iterable[Moment]) -> list[Moment]:
+        """Return the moments, of which one is marked.
 
-    Of a ``step`` of a trainer the story ends with the step, which is judged when the next begins.
-    """
-    moments = [
-        item if isinstance(item, Moment) else moment_of(item)
-        for item in remembered
-        if now is None or item.index != now.index
-    ]
-    of_step = [place for place, moment in enumerate(moments) if step and moment.step == step]
-    if of_step:
-        moments = moments[: of_step[-1] + 1]
-        moments[-1] = replace(moments[-1], broke=True)
-        return shortened_story(moments)
-    moments.append(_end(moments) if now is None else moment_of(now, broke=True))
-    return shortened_story(moments)
+        Marked is what the check names: an event, the last one of a call, or of a step. If the story
+        has none of these, it is the event that the judge is looking at.
+        """
+        story = list(moments)
+        named = self._named(story)
+        if named is not None:
+            story[named] = replace(story[named], broke=True)
+            # what comes after a step is other steps
+            story = story[: named + 1] if self.step else story
+            return [*story, _end(story)] if self.now is None and not self.step else story
+        if self.now is None:
+            return [*story, replace(_end(story), broke=True)]
+        at_now = [moment.index == self.now.index for moment in story]
+        if any(at_now):
+            return [
+                replace(moment, broke=True) if is_now else moment
+                for moment, is_now in zip(story, at_now, strict=True)
+            ]
+        return [*story, moment_of(self.now, broke=True)]
+
+    def _named(self, story: Sequence[Moment]) -> int | None:
+        """Return the place of the moment that the check names; ``None`` if there is none."""
+        for place, moment in reversed(list(enumerate(story))):
+            if self.index is not None and moment.index >= 0:
+                if self.index in (moment.index, moment.since):
+                    return place
+            elif (self.step and moment.step == self.step) or (
+                self.call is not None and moment.call == self.call
+            ):
+                return place
+        return None
 
 
 def shortened_story(
@@ -150,7 +159,7 @@ def _left_out(following: Moment, count: int) -> Moment:
 
 def _end(moments: Sequence[Moment]) -> Moment:
     time = moments[-1].time if moments else 0.0
-    return Moment(index=END, time=time, text="the trace ends", broke=True)
+    return Moment(index=END, time=time, text="the trace ends")
 
 
 def _moments(view: RequestView, others: Iterable[Event]) -> Iterator[Moment]:
@@ -158,7 +167,7 @@ def _moments(view: RequestView, others: Iterable[Event]) -> Iterator[Moment]:
     lies between.
     """
     ordered: list[tuple[Event, Attempt | None]] = [
-        (event, None) for event in (*others, *view.observations, *view.results)
+        (event, None) for event in (view.submit, *others, *view.observations, *view.results)
     ]
     ordered += [
         (event, attempt)
@@ -168,7 +177,6 @@ def _moments(view: RequestView, others: Iterable[Event]) -> Iterator[Moment]:
     ordered.sort(key=lambda item: item[0].index)
     notes = _notes(view)
     results = {id(result) for result in view.results}
-    yield Moment(index=view.submit.index, time=view.submit.time, text=describe_submit(view.submit))
     begun: Call | None = None
     for place, (event, attempt) in enumerate(ordered):
         if attempt is not None and isinstance(event, Call):
@@ -185,8 +193,11 @@ def _moments(view: RequestView, others: Iterable[Event]) -> Iterator[Moment]:
             got = "" if begun is None else f" got {_sent(attempt.call)},"
             note = notes.get(event.index, "")
             text = f"call {event.call_id}{where}{under}{got} {describe_reply(event)}{note}"
-            yield _of_call(event, attempt.call, text)
+            since = END if begun is None else begun.index
+            yield replace(_of_call(event, attempt.call, text), since=since)
             begun = None
+        elif event is view.submit:
+            yield moment_of(event)
         elif id(event) in results:
             yield replace(moment_of(event), text=_result_text(view, event))
         elif describe(event):

@@ -78,7 +78,7 @@ class SurveyedFinding:
     def last(self) -> float:
         """The index of the event at which it was found; infinity for the end of the trace."""
         story = self.finding["story"]
-        if not story or (story[-1].get("broke") and story[-1]["index"] < 0):
+        if not story or story[-1]["index"] < 0:
             return float("inf")
         return max(int(moment["index"]) for moment in story)
 

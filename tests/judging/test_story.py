@@ -7,7 +7,7 @@ from typing import Any
 
 from rollproof.core.events.base import Event
 from rollproof.core.events.replay import Action, Outcome, Purpose, Step
-from rollproof.core.events.rollout import Admit, Gauge, Result
+from rollproof.core.events.rollout import Admit, Gauge, Result, Update, UpdatePhase
 from rollproof.core.records import Span
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check, Collector, Finding, request_check, trace_check
@@ -125,6 +125,45 @@ def test_a_check_of_events_marks_the_event_that_it_read() -> None:
         "call 1 on s0 got 2 tokens",
         ">> call 1 admitted on s0",
     ] == told(script, at(Admit, call=1))
+
+
+def test_a_check_of_events_marks_the_event_that_it_names() -> None:
+    """What broke the promise is often judged later: the index in the place of the finding counts.
+    A call that is one line with its reply has the index of either.
+    """
+    script = TraceScript()
+    script.weights(1)
+    script.submit()
+    script.reply(script.call((1, 2)), [5], output={"routes": None})
+    script.result([5])
+    script.gauges()
+    stories = [told(script, at(Gauge, server="s0", index=0))]
+    stories += [told(script, at(Gauge, request="r0", index=index)) for index in (2, 4)]
+
+    assert [">> sync to v1 on s0"] == stories[0]
+    for story in stories[1:]:
+        assert [
+            "r0 submitted: 2 prompt tokens, at most 4 new",
+            ">> call 1 on s0 (v0) got 2 tokens, sampled 1 token, ended by length: segment 0",
+            "r0 delivered: 1 token, ended by length",
+        ] == story
+
+
+def test_a_finding_of_a_call_tells_what_its_server_met_before() -> None:
+    """The request of the call is told, and the updates and weights before it."""
+    script = TraceScript()
+    script.weights(1).add(Update(version=2, label=2, phase=UpdatePhase.ASKED))
+    script.submit()
+    script.reply(script.call((1, 2)), [5])
+    script.result([5])
+
+    assert [
+        "sync to v1 on s0",
+        "update to v2 requested",
+        "r0 submitted: 2 prompt tokens, at most 4 new",
+        "call 1 on s0 (v0) got 2 tokens, sampled 1 token, ended by length: segment 0",
+        ">> r0 delivered: 1 token, ended by length",
+    ] == told(script, at(Result, call=1))
 
 
 def test_a_finding_at_the_end_says_so() -> None:

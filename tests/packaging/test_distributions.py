@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SUFFIXES = (".py", ".typed", ".txt", ".toml", ".html", ".csv")
+SUFFIXES = (".py", ".typed", ".txt", ".toml", ".html", ".css", ".js", ".csv")
 FOLDERS = {
     "harness": "rollproof",
     "fakes": "rollproof.fakes",
