@@ -343,13 +343,32 @@ def _set_aside_speculation(view: RequestView) -> None:
 
 
 def _after_turn(view: RequestView, call: Attempt) -> bool:
-    """Return whether a call sends a turn that an engine had ended, and more."""
+    """Return whether a call sends a turn that an engine had ended, and then something that the
+    environment had not said.
+    """
     sent = call.call.prompt_ids
     for other in view.attempts:
         reply = other.consumed
         if reply is None or reply.index > call.call.index:
             continue
         known = other.call.prompt_ids + reply.output.token_ids
-        if reply.output.finish_reason in _TURN_ENDS and sent[: len(known)] == known != sent:
+        if (
+            reply.output.finish_reason in _TURN_ENDS
+            and sent[: len(known)] == known != sent
+            and not _said(view, sent[len(known) :], reply.index, call.call.index)
+        ):
             return True
     return False
+
+
+def _said(view: RequestView, added: tuple[int, ...], first: int, last: int) -> bool:
+    """Return whether ``added`` begins with what the environment said between two events.
+
+    A call that resumes such a turn sends more than a sample has whose limit cut it.
+    """
+    return any(
+        said.token_ids
+        and first < said.index < last
+        and added[: len(said.token_ids)] == said.token_ids
+        for said in view.observations
+    )

@@ -102,6 +102,36 @@ def test_an_answer_that_is_thrown_away_is_found() -> None:
     assert "Call 2 throws away 2 of 2 tokens delivered before it" == finding.title
 
 
+ONE = {"samples under one version": 1}
+
+
+def _cut_after_a_resume(resumed: tuple[int, ...], highest: int) -> TraceScript:
+    """Two turns, the second one aborted; then a call of ``resumed`` is answered by newer weights.
+    The limit cuts the sample within the aborted reply. Its max tag is ``highest``.
+    """
+    script = TraceScript(versions="min-max", multi_turn=True)
+    script.weights(0).submit(max_tokens=3)
+    script.reply(script.call((1, 2)), (3,), reason="stop").observe(7)
+    script.reply(script.call((1, 2, 3, 7)), (4, 5), reason="abort")
+    script.weights(1)
+    script.reply(script.call(resumed), (6,), reason="stop", version=1)
+    return script.result((3, 7, 4), min_version=0, max_version=highest)
+
+
+def test_a_resume_beyond_a_cut_is_no_guess_at_the_environment() -> None:
+    """It sends what the environment has said: tags may count its tokens, as those of every reply
+    that a limit cuts off.
+    """
+    passes("versions.min-max", _cut_after_a_resume((1, 2, 3, 7, 4, 5), 1), **ONE)
+
+
+def test_a_guess_at_the_environment_sets_no_tag() -> None:
+    """Its words are not those of the environment, so the sample has nothing of its reply."""
+    finding = finds("versions.min-max", _cut_after_a_resume((1, 2, 3, 9), 1))
+    assert "The max version of the sample is not that of its tokens" == finding.title
+    passes("versions.min-max", _cut_after_a_resume((1, 2, 3, 9), 0), **ONE)
+
+
 def test_a_guess_is_not_a_call_after_the_end() -> None:
     """A task that a rollout started may call for another purpose when the rollout has ended."""
     script = opened()
