@@ -219,11 +219,13 @@ def skyrl_zero_fill() -> None:
     """Rows without a route are zeros: expert 0, top-k times. Each final token and each row of
     padding is executed so, by fewer than top-k experts.
 
-    ``_patch_alltoall_dispatcher_for_replay`` makes the dispatcher accept it. SkyRL's main branch
-    fills with distinct ids (SkyRL#1908).
+    ``_patch_alltoall_dispatcher_for_replay`` makes the dispatcher accept it. SkyRL 0.4.0 fills with
+    distinct ids (SkyRL#1908), and nothing is printed for it.
     """
     sizes(tensor=4)
     replay, name = of_skyrl()
+    if not hasattr(replay, "_pack_replay_indices"):
+        return
     # 4 tokens; the final one was never forwarded
     routes = torch.tensor([[1, 2], [3, 4], [5, 6], [0, 0], [0, 0]]).view(1, 5, 1, 2)
     rows = replay._pack_replay_indices(routes[:, :4], torch.ones(1, 4))[0, :, 0].tolist()

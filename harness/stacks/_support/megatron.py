@@ -108,6 +108,7 @@ def megatron_config(layout: Layout) -> Any:
         moe_router_topk=layout.top_k,
         pipeline_model_parallel_size=mesh.pp,
         virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
+        sequence_parallel=mesh.sequence_parallel,
         pipeline_model_parallel_layout=None if stages.custom is None else _custom_layout(layout),
         num_layers_in_first_pipeline_stage=stages.first,
         num_layers_in_last_pipeline_stage=stages.last,

@@ -32,20 +32,36 @@ class SkyRLVersion:
             has. Before, the last turn's rows replaced all.
         takes_pad_id: The batch conversion takes the pad id, not a tokenizer.
         batch_dtype: The numpy types of the routes in a batch.
+        packs_routes: Routing replay takes packed routes, a padding mask, and a token layout that is
+            made once for a microbatch. Before, it took padded routes.
+        route_padding: What replay fills padding rows with, a ``rollproof.layouts`` ``Fill``.
     """
 
     routes: RouteForm
     keeps_rows: bool
     takes_pad_id: bool
     batch_dtype: str
+    packs_routes: bool
+    route_padding: str
 
 
 VERSIONS: Mapping[str, SkyRLVersion] = {
     "0.3.0": SkyRLVersion(
-        routes=RouteForm.LISTS, keeps_rows=False, takes_pad_id=False, batch_dtype="uint8|int16"
+        routes=RouteForm.LISTS,
+        keeps_rows=False,
+        takes_pad_id=False,
+        batch_dtype="uint8|int16",
+        packs_routes=False,
+        # a patch of Megatron's dispatcher accepts the repeated expert
+        route_padding="zeros",
     ),
     "0.4.0": SkyRLVersion(
-        routes=RouteForm.ARRAYS, keeps_rows=True, takes_pad_id=True, batch_dtype="uint8|int16|int32"
+        routes=RouteForm.ARRAYS,
+        keeps_rows=True,
+        takes_pad_id=True,
+        batch_dtype="uint8|int16|int32",
+        packs_routes=True,
+        route_padding="arange",
     ),
 }
 RELEASE = Release(stack="skyrl", distribution="skyrl", versions=tuple(VERSIONS))

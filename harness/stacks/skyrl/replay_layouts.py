@@ -1,8 +1,9 @@
 """SkyRL's layout functions for routing replay on Megatron, released and unmodified, as layout
 subjects.
 
-Judged are ``_pack_replay_indices``, ``_remove_left_padding_from_indices`` and
-``setup_per_microbatch_replay_forward`` (skyrl.backends.skyrl_train.utils.replay_utils). Needs skyrl
+Judged is ``setup_per_microbatch_replay_forward`` (skyrl.backends.skyrl_train.utils.replay_utils),
+with what it packs by: ``_pack_replay_indices`` and ``_remove_left_padding_from_indices`` of SkyRL
+0.3.0; ``build_token_metadata_layout`` and ``align_packed_token_metadata`` since 0.4.0. Needs skyrl
 and megatron-core, both ``--no-deps``, and torch; no device and no process group.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -23,7 +25,7 @@ from rollproof.layouts.mesh import Mesh, Rank
 from rollproof.layouts.padding import Alignment, Fill, Side
 from rollproof.layouts.row_slices import Order
 from rollproof.stacks._support.megatron import megatron_config, megatron_rank
-from rollproof.stacks.skyrl.upstream import replay_utils
+from rollproof.stacks.skyrl.upstream import hybrid_model, replay_facts, replay_utils, token_metadata
 
 __all__ = ["SkyRLPacked", "SkyRLPadded"]
 
@@ -35,19 +37,25 @@ _PACKED = Layout(
     mesh=Mesh(tp=2, sequence_parallel=True),
     alignment=Alignment(by=("tp", "2cp")),
     side=Side.LEFT,
-    fill=Fill.ZEROS,
     final=Fill.ZEROS,
 )
+"""Without the contents of padding rows, which differ between releases."""
 
 
 class SkyRLPacked:
     """Microbatches without padding: sequences are packed and divided in zigzag."""
 
-    layout: ClassVar[Layout] = _PACKED
+    layout: Layout = _PACKED
     packs: ClassVar[bool] = True
 
+    def __init__(self) -> None:
+        self._facts = replay_facts()
+        self.layout = replace(type(self).layout, fill=Fill(self._facts.route_padding))
+
     def supports(self, function: str, layout: Layout) -> str | None:
-        """Say why SkyRL does not support a layout. This release does not refuse virtual stages."""
+        """Say why SkyRL does not support a layout. 0.3.0 has no virtual stages, and does not refuse
+        them; 0.4.0 refuses them.
+        """
         if layout.mesh.vpp > 1:
             return "SkyRL has no virtual stages"
         if layout.stages.custom is not None and layout.mesh.pp == 1:
@@ -55,10 +63,18 @@ class SkyRLPacked:
         return None
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
-        """``_pack_replay_indices``."""
+        """``_pack_replay_indices``, or ``align_packed_token_metadata`` with the row by which replay
+        pads.
+        """
+        skyrl = replay_utils()
         batch, mask = _left_padded(samples)
         with megatron_rank(layout.mesh, rank):
-            return replay_utils()._pack_replay_indices(batch, mask)[0]
+            if not self._facts.packs_routes:
+                return skyrl._pack_replay_indices(batch, mask)[0]
+            padding = skyrl.replay_padding_row(batch.shape[-1], dtype=batch.dtype)
+            return token_metadata().align_packed_token_metadata(
+                _packed(batch, mask), self._token_layout(mask), padding
+            )[0]
 
     def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[int, Any]:
         """``setup_per_microbatch_replay_forward`` on one sequence, whose order packing keeps."""
@@ -72,19 +88,37 @@ class SkyRLPacked:
         rank: Rank,
         chunk: int,
     ) -> dict[int, Any]:
-        """``setup_per_microbatch_replay_forward``."""
+        """``setup_per_microbatch_replay_forward``, as ``forward_step`` calls it."""
         skyrl = replay_utils()
         batch, mask = _left_padded(payloads)
-        layers = layout.routers(rank.pp, chunk)
+        layers, config = layout.routers(rank.pp, chunk), megatron_config(layout)
         with _routers(layers) as routers, megatron_rank(layout.mesh, rank):
-            skyrl.setup_per_microbatch_replay_forward(
-                batch, mask, megatron_config(layout), remove_microbatch_padding=self.packs
-            )
+            if self._facts.packs_routes:
+                with hybrid_model():
+                    skyrl.setup_per_microbatch_replay_forward(
+                        _packed(batch, mask),
+                        mask == 0,
+                        mask,
+                        model=SimpleNamespace(pre_process=rank.pp == 0),
+                        model_config=config,
+                        metadata_layout=self._token_layout(mask),
+                        remove_microbatch_padding=self.packs,
+                    )
+            else:
+                skyrl.setup_per_microbatch_replay_forward(
+                    batch, mask, config, remove_microbatch_padding=self.packs
+                )
             found = {
                 layer: router.target_topk_idx for layer, router in zip(layers, routers, strict=True)
             }
             skyrl.clear_router_replay()
         return found
+
+    def _token_layout(self, mask: Any) -> Any:
+        """SkyRL's ``TokenMetadataLayout`` of a microbatch on this rank."""
+        return token_metadata().build_token_metadata_layout(
+            mask, mask.device, packed=self.packs, fp8_enabled=False
+        )
 
 
 class SkyRLPadded(SkyRLPacked):
@@ -92,7 +126,7 @@ class SkyRLPadded(SkyRLPacked):
     position by position.
     """
 
-    layout: ClassVar[Layout] = replace(
+    layout: Layout = replace(
         _PACKED,
         packed=False,
         side=Side.RIGHT,
@@ -125,6 +159,13 @@ def _left_padded(samples: Sequence[IntArray]) -> tuple[Any, Any]:
         line[width - len(sample) :] = sample
         attended[width - len(sample) :] = 1
     return torch.as_tensor(batch), torch.as_tensor(mask)
+
+
+def _packed(batch: Any, mask: Any) -> Any:
+    """SkyRL's ``PackedTensor`` of the attended rows of a batch."""
+    return token_metadata().PackedTensor.from_segments(
+        [rows[attended != 0] for rows, attended in zip(batch, mask, strict=True)]
+    )
 
 
 @contextmanager

@@ -7,20 +7,30 @@ import importlib.util
 import logging
 import sys
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rollproof.errors import StackError
-from rollproof.stacks import Found
+from rollproof.stacks import Found, installed_version
 from rollproof.stacks._support.stand_ins import stub_modules
 from rollproof.stacks._support.upstream import upstream
 from rollproof.stacks.skyrl.release import RELEASE, VERSIONS, SkyRLVersion
 
-__all__ = ["SkyRL", "import_skyrl", "replay_utils"]
+__all__ = [
+    "SkyRL",
+    "hybrid_model",
+    "import_skyrl",
+    "replay_facts",
+    "replay_utils",
+    "token_metadata",
+]
 
 _REPLAY = "skyrl.backends.skyrl_train.utils.replay_utils"
+_HYBRID = "megatron.core.models.hybrid"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,3 +119,30 @@ def replay_utils() -> ModuleType:
         package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
     with stub_modules(packages):
         return importlib.import_module(_REPLAY)
+
+
+def replay_facts() -> SkyRLVersion:
+    """The line of the table for the installed release; the newest for one that it does not have."""
+    version = installed_version(RELEASE.distribution) or ""
+    return VERSIONS.get(version, VERSIONS[RELEASE.versions[-1]])
+
+
+def token_metadata() -> ModuleType:
+    """SkyRL's module of token layouts, which its replay functions use since 0.4.0."""
+    return sys.modules[replay_utils().TokenMetadataLayout.__module__]
+
+
+@contextmanager
+def hybrid_model() -> Iterator[None]:
+    """Stand in for Megatron's ``HybridModel`` where megatron-core has none.
+
+    SkyRL 0.4.0 asks of a model whether it is one; the newest megatron-core for Python 3.11, 0.16.1,
+    is too old for it.
+    """
+    if importlib.util.find_spec(_HYBRID) is not None:
+        yield
+        return
+    package, module = ModuleType(_HYBRID), ModuleType(f"{_HYBRID}.hybrid_model")
+    setattr(module, "HybridModel", type("HybridModel", (), {}))  # noqa: B010 - mypy knows no such attribute
+    with stub_modules({package.__name__: package, module.__name__: module}):
+        yield
