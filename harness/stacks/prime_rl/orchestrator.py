@@ -17,7 +17,7 @@ import numpy as np
 
 from rollproof.core.contract import Contract, PartialOff, Versions
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.fakes.http.serve_options import RoutesForm
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates
@@ -153,7 +153,7 @@ class OrchestratorSubject(StackSubject):
             request_id=native.request.request_id,
             prompt_ids=ids[:prompt],
             response_ids=ids[prompt:],
-            finish_reason=reason_of(native.finish) or FinishReason.ERROR,
+            finish_reason=reason_of(native.finish),
             logprobs=as_logprobs(sample.logprobs[prompt:]),
             loss_mask=np.array(sample.mask[prompt:], dtype=np.int64),
             routes=(
