@@ -71,8 +71,6 @@ def _install_needs(session: nox.Session, name: str, arguments: list[str]) -> str
             f"{name} is on no package index: add --checkout DIR, the folder of a checkout"
             f" ({f'{checkout} is no folder' if checkout else 'none was given'})."
         )
-    if checked_out == "False" and checkout:
-        session.error(f"{name} is a released package: leave --checkout out.")
     session.install("-r", str(requirements))
     if companions:
         session.install("--no-deps", *companions)
@@ -125,9 +123,12 @@ def upstream(session: nox.Session) -> None:
         )
     install(session, *(["test"] if record else []))
     distribution = _install_needs(session, name, arguments)
-    for release in [version] if version or distribution is None else pinned:
+    # A checkout is judged instead of the releases: one is installed for its metadata alone.
+    one = version or distribution is None or _value(arguments, "--checkout")
+    for release in [version] if one else pinned:
         if distribution is not None:
-            session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={release}")
+            requirement = f"{distribution}=={release}" if release else distribution
+            session.install("--no-deps", "--ignore-requires-python", requirement)
         spec = f"{name}=={release}" if release else name
         report = Path(session.create_tmp()) / f"{name}.json"
         command = ["rollproof", "verify", "--stack", spec, "--matrix", "--json", str(report)]

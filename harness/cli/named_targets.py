@@ -117,7 +117,7 @@ def _reference_cases(
 
 
 def stack_targets(
-    spec: str, parts: Iterable[str] = (), *, checkout: str | Path | None = None, force: bool = False
+    spec: str, parts: Iterable[str] = (), *, checkout: str | Path | None = None
 ) -> tuple[str, list[Target]]:
     """Return title and parts of a released stack, ``NAME`` or ``NAME==VERSION``.
 
@@ -125,7 +125,7 @@ def stack_targets(
     """
     from rollproof.stacks import load_stack
 
-    stack = load_stack(spec, checkout=checkout, force=force)
+    stack = load_stack(spec, checkout=checkout)
     selected = tuple(parts)
     unknown = sorted(set(selected) - {*stack.parts, *stack.batches})
     if unknown:
@@ -224,9 +224,7 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
         # there.
         spec = recipe["stack"] + (f"=={version}" if version and not checkout else "")
         parts = [part] if isinstance(part, str) else ()
-        return stack_targets(
-            spec, parts, checkout=checkout, force=bool(recipe.get("force") or checkout)
-        )[1][0]
+        return stack_targets(spec, parts, checkout=checkout)[1][0]
     for target in references():
         if target.name == recipe.get("reference"):
             return target

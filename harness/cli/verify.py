@@ -53,20 +53,15 @@ def verify(
         typer.Option(
             "--checkout",
             metavar="DIR",
-            help="Checkout of a --stack that is not on a package index, such as slime.",
+            help="Judge this checkout of the --stack, a fork too, instead of what is installed.",
         ),
     ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Judge a version of the --stack that the adapters were not tested on."
-        ),
-    ] = False,
     matrix: Annotated[
         bool,
         typer.Option(
             "--matrix",
-            help="Compare with the pinned verdicts of this release of the --stack.",
+            help="Compare with the pinned verdicts of this release of the --stack, or of the"
+            " nearest one.",
         ),
     ] = False,
     subject: Annotated[
@@ -164,13 +159,11 @@ def verify(
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
     expected_failures = _read_expected(expected, accept=accept)
-    _require_stack(
-        {"--part": part, "--checkout": checkout, "--force": force, "--matrix": matrix}, stack
-    )
+    _require_stack({"--part": part, "--checkout": checkout, "--matrix": matrix}, stack)
     title, targets = (
         _trainer(replay, stack, subject, engine)
         or _engine(engine, model, stack, subject, flavour)
-        or _targets(stack, part, subject, checkout=checkout, force=force)
+        or _targets(stack, part, subject, checkout=checkout)
     )
     pinned = PinnedVerdicts.of(targets, complete=not part) if matrix else None
     ids = registry.select(only).ids if only else _applicable(registry, targets)
@@ -202,10 +195,10 @@ def verify(
         if interrupt.reports:
             _show(output, title, list(interrupt.reports), targets, verbose=verbose)
         raise
-    note = None
+    notes = [_untested(targets)]
     if stack is not None and pinned is None:
-        note = PinnedVerdicts.note(targets, reports)
-    merged = _show(output, title, reports, targets, note, verbose=verbose)
+        notes.append(PinnedVerdicts.note(targets, reports))
+    merged = _show(output, title, reports, targets, notes, verbose=verbose)
     stale = _compare_expected(output, expected_failures, reports, accept=accept)
     # With --matrix the pinned verdicts decide: a known failure is no failure, and a check that
     # passes unexpectedly is one.
@@ -271,12 +264,11 @@ def _targets(
     subject: str | None,
     *,
     checkout: Path | None,
-    force: bool,
 ) -> tuple[str, list[Target]]:
     if stack is not None and subject is not None:
         raise UsageError("Give --stack or --subject, not both: one run judges one of them.")
     if stack is not None:
-        return stack_targets(stack, parts or (), checkout=checkout, force=force)
+        return stack_targets(stack, parts or (), checkout=checkout)
     if subject is not None:
         target = subject_target(subject)
         return target.name, [target]
@@ -301,7 +293,7 @@ def _show(
     title: str,
     reports: list[Report],
     targets: list[Target],
-    note: str | None = None,
+    notes: Iterable[str | None] = (),
     *,
     verbose: bool,
 ) -> Report:
@@ -311,7 +303,7 @@ def _show(
         output.lines(report_lines(merged.to_dict(), verbose=verbose))
     else:
         _show_parts(output, merged, reports, verbose=verbose)
-    output.lines([(Style.DOUBT, f"  {note}")] if note else [])
+    output.lines((Style.DOUBT, f"  {note}") for note in notes if note)
     output.json(_json(merged, reports, targets))
     return merged
 
@@ -339,6 +331,17 @@ def _show_parts(output: Output, merged: Report, reports: list[Report], *, verbos
         report_lines(
             {**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}
         )
+    )
+
+
+def _untested(targets: list[Target]) -> str | None:
+    """Return a note on a stack in a version that its adapters do not know."""
+    recipe = targets[0].recipe
+    if "driven_as" not in recipe:
+        return None
+    return (
+        f"note: the adapters do not know {recipe['stack']} {recipe['version']} and drive it as"
+        f" {recipe['driven_as']}: what fails here and not there may be the adapters' fault"
     )
 
 
@@ -370,7 +373,8 @@ def _compare_expected(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedVerdicts:
-    """The pinned verdicts of one release of a stack.
+    """The pinned verdicts of one release of a stack. A version that the adapters do not know has
+    those of the release as which it is driven.
 
     ``parts`` maps the names of targets to parts of the stack; ``complete`` says that these are all
     its parts, so that an entry may name no other.
@@ -389,7 +393,8 @@ class PinnedVerdicts:
         """
         recipes = {target.name: target.recipe for target in targets}
         first = next(iter(recipes.values()))
-        matrix, version = Matrix.read(first["stack"]), str(first["version"])
+        matrix = Matrix.read(first["stack"])
+        version = str(first.get("driven_as", first["version"]))
         if version not in matrix.pinned:
             raise UsageError(
                 f"--matrix has no verdicts of {matrix.stack} {version}; pinned releases are"
@@ -438,7 +443,9 @@ class PinnedVerdicts:
         )
         for report in reports:
             outcome, part = Outcome.of_report(report.to_dict()), self.parts[report.subject]
-            texts += self.matrix.deviations(self.version, part, outcome, judged)
+            texts += self.matrix.deviations(
+                self.version, part, outcome, judged, name=report.subject
+            )
             canary = report.canary
             if canary is not None and canary.planted is not None and not canary.red:
                 texts.append(

@@ -21,6 +21,7 @@ from rollproof.stacks.releases import (
     Release,
     changed_files,
     checked_out,
+    editable_folder,
     imported_from,
     installed_version,
     requirements_file,
@@ -88,58 +89,39 @@ class Stack:
         if self.found is not None and self.found.checkout is not None:
             recipe["checkout"] = str(self.found.checkout)
         if self.found is not None and not self.found.tested:
-            recipe["force"] = "yes"
+            recipe["driven_as"] = self.found.line
         return recipe
 
 
-_MOVES = (
-    "A framework's classes move from release to release: another version needs a line in its table"
-    " of versions."
-)
-_FORCE = (
-    "With --force it is driven as the newest known one, and whatever fails then may be the"
-    " adapter's fault."
-)
-
-
-def load_stack(spec: str, *, checkout: str | Path | None = None, force: bool = False) -> Stack:
+def load_stack(spec: str, *, checkout: str | Path | None = None) -> Stack:
     """Load ``verl`` or ``verl==0.9.1``.
+
+    A version that the adapters do not know is driven as the nearest that they know
+    (``Release.line_of``), and the title of the stack says so.
 
     Args:
         spec: Name of the stack, and the version that must be installed.
-        checkout: Folder of a stack that is on no package index; its versions are commits.
-        force: Drive a version that the adapters do not know as the newest that they know.
+        checkout: Folder of a checkout to judge instead of what is installed. Its version is its
+            commit. An editable installation is judged as a checkout too.
 
     Raises:
         UsageError: There is no such stack, or the spec is malformed.
-        StackError: It is not installed, in another version, or in one that the adapters do not
-            know; the text has the command to run.
+        StackError: It is not installed, or in another version; the text has the command to run.
     """
     name, requested = parse_spec(spec)
     module = importlib.import_module(STACKS[name])
     release: Release = module.RELEASE
     requested = None if requested is None else release.known_as(requested)
-    if requested is not None and requested not in release.versions and not force:
-        raise StackError(
-            f"The adapters of {name} do not know version {requested}: they know"
-            f" {', '.join(release.versions)}. {_MOVES} {_FORCE}"
-        )
     version, folder = _look_up(name, release, requested, checkout)
     if requested is not None and requested != version:
         raise StackError(
             f"{name}=={requested} was requested, but {version} is"
-            f" {release.installed}{_changes(release, folder)}. Run:\n "
+            f" {_installed(folder)}{_changes(release, folder)}. Run:\n "
             f" {release.install(requested)}"
-        )
-    if version not in release.versions and not force:
-        raise StackError(
-            f"{name} {version} is {release.installed}{_changes(release, folder)}, and the adapters"
-            f" know only {', '.join(release.versions)}. {_MOVES} {_FORCE} Run:\n "
-            f" {release.install()}"
         )
     found = Found(
         version=version,
-        line=version if version in release.versions else release.versions[-1],
+        line=release.line_of(version),
         checkout=folder,
     )
     _refuse_another_checkout(name, release, folder)
@@ -150,7 +132,7 @@ def load_stack(spec: str, *, checkout: str | Path | None = None, force: bool = F
     # a framework's modules raise anything while they are imported, SystemExit included
     except (Exception, SystemExit) as error:
         raise StackError(
-            f"{name} {version} is {release.installed}, but importing it fails:"
+            f"{name} {version} is {_installed(folder)}, but importing it fails:"
             f" {describe_error_with_place(error)}."
         ) from error
     _refuse_another_checkout(name, release, folder)
@@ -172,26 +154,28 @@ def _look_up(
     name: str, release: Release, requested: str | None, checkout: str | Path | None
 ) -> tuple[str, Path | None]:
     """The version that is there, and the folder of its checkout."""
-    if release.repository is None:
-        if checkout is not None:
-            raise UsageError(
-                f"{name} is a released package: install it instead of giving --checkout. Run:\n "
-                f" {release.install(requested)}"
-            )
-        version = installed_version(release.distribution)
-        if version is None:
-            raise StackError(
-                f"{name} is not installed here, so it cannot be judged. Run:\n "
-                f" {release.install(requested)}"
-            )
-        return version, None
     if checkout is None:
+        folder = editable_folder(release.distribution)
+        if folder is not None and (folder / release.module_file).is_file():
+            return checked_out(folder, release), folder.resolve()
+        if release.repository is None:
+            version = installed_version(release.distribution)
+            if version is None:
+                raise StackError(
+                    f"{name} is not installed here, so it cannot be judged. Run:\n "
+                    f" {release.install(requested)}"
+                )
+            return version, None
         raise StackError(
             f"{name} is not on a package index, so it is judged from a checkout, `--stack {name}"
             f" --checkout DIR`. Run:\n  {release.install(requested)}"
         )
     folder = Path(checkout).expanduser()
     return checked_out(folder, release), folder.resolve()
+
+
+def _installed(folder: Path | None) -> str:
+    return "installed" if folder is None else "checked out"
 
 
 def _changes(release: Release, folder: Path | None) -> str:

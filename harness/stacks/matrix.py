@@ -182,7 +182,13 @@ class Matrix:
         }
 
     def deviations(
-        self, version: str, part: str, outcome: Outcome, judged: Collection[str] | None = None
+        self,
+        version: str,
+        part: str,
+        outcome: Outcome,
+        judged: Collection[str] | None = None,
+        *,
+        name: str | None = None,
     ) -> list[str]:
         """A sentence for each verdict that is not the expected one.
 
@@ -191,13 +197,15 @@ class Matrix:
             part: The part of it that was judged.
             outcome: Of a run whose findings were compared with ``known_failures``.
             judged: The checks that were judged; default: all.
+            name: What the sentences call the part that was judged; default: the release and part.
         """
+        title = name or f"{self.stack} {version} {part}"
         fails, may_fail, undecided = (
             self._entries_by_check(table, version, part) for table in _TABLES
         )
         reasons, deviations = self.reasons(version, part), []
         for check, verdict in outcome.verdicts.items():
-            subject, failed = f"{self.stack} {version} {part}: {check}", outcome.fails(check)
+            subject, failed = f"{title}: {check}", outcome.fails(check)
             entries = fails.get(check, [])
             if failed and not entries and check not in may_fail:
                 deviations.append(
@@ -230,7 +238,7 @@ class Matrix:
         if judged is not None:
             absent &= set(judged)
         return deviations + [
-            f"{self.stack} {version} {part}: {check} is listed as failing, but was not judged."
+            f"{title}: {check} is listed as failing, but was not judged."
             for check in sorted(absent)
         ]
 

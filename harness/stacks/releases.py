@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, resources
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from rollproof.errors import StackError
 
@@ -20,6 +25,7 @@ __all__ = [
     "Release",
     "changed_files",
     "checked_out",
+    "editable_folder",
     "imported_from",
     "installed_version",
     "requirements_file",
@@ -49,6 +55,8 @@ _CHANGED = "+changed"
 """Suffix of the version of a checkout that differs from its commit."""
 _ABBREVIATED = 7
 """Least digits of an abbreviated commit, as git writes it."""
+_RELEASED = re.compile(r"\d+(\.\d+)+")
+"""What the version of a release begins with, and a commit does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +68,10 @@ class Release:
         distribution: Its name on a package index.
         versions: The versions that the adapters know, oldest first. Those of a stack that is on no
             package index are commits.
-        repository: Address to clone, for a stack that is judged from a checkout.
-        module_file: A file of the framework, relative to the root of a checkout, by which a
-            checkout is recognised.
+        repository: Address to clone, for a stack that is on no package index and is judged from a
+            checkout only.
+        module_file: A file of the framework that the adapters import, relative to the root of a
+            checkout, by which a checkout is recognised.
         roots: Folders of a checkout from which its modules are imported.
         no_deps: Further distributions to install without their dependencies.
     """
@@ -71,7 +80,7 @@ class Release:
     distribution: str
     versions: tuple[str, ...]
     repository: str | None = None
-    module_file: str = ""
+    module_file: str
     roots: tuple[str, ...] = (".",)
     no_deps: tuple[str, ...] = ()
 
@@ -96,14 +105,27 @@ class Release:
             version,
         )
 
+    def line_of(self, version: str) -> str:
+        """The known version as which ``version`` is driven: the newest that is not newer.
+
+        That is the oldest one for a version that is older than all, and the newest for a commit,
+        whose age is not known.
+        """
+        if version in self.versions or not _RELEASED.match(version):
+            return version if version in self.versions else self.versions[-1]
+        older = [known for known in self.versions if _numbers(known) <= _numbers(version)]
+        return max(older, key=_numbers, default=self.versions[0])
+
     def install(self, version: str | None = None) -> str:
-        """The commands that install ``version`` (default: the newest known) next to rollproof."""
-        # A package index has versions that the adapters do not know, and --force wants that one;
-        # of a checkout only the known commits are sure to exist.
-        if version in self.versions or (version and self.repository is None):
-            target = version
-        else:
-            target = self.versions[-1]
+        """The commands that install ``version`` (default: the newest known) next to rollproof.
+
+        A checkout's commit, which no package index has, counts as the newest known.
+        """
+        # A package index has versions that the adapters do not know; of a repository only the
+        # known commits are sure to exist.
+        indexed = self.repository is None and _RELEASED.match(version or "")
+        known = version in self.versions or indexed
+        target = version if version and known else self.versions[-1]
         commands = [f"python -m pip install -r {requirements_file(self.stack)}"]
         if self.no_deps:
             commands.append(f"python -m pip install --no-deps {' '.join(self.no_deps)}")
@@ -127,7 +149,7 @@ class Found:
     Fields:
         version: The installed version.
         line: The version of the adapter's table by which it is driven. It differs from ``version``
-            if ``--force`` drives one that nobody tested.
+            if the adapters do not know that one.
         checkout: Its folder, if it is a checkout.
     """
 
@@ -141,12 +163,48 @@ class Found:
         return self.version == self.line
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a release: ``0.9.1.dev3`` is ``(0, 9, 1)``."""
+    match = _RELEASED.match(version)
+    return tuple(int(number) for number in match[0].split(".")) if match else ()
+
+
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, without importing it; None if there is none."""
+    """The version of an installed distribution, without importing it; None if there is none.
+
+    One that pip installed from a repository or a folder may be a fork: its commit, or ``local``,
+    follows a plus.
+    """
     try:
-        return metadata.version(distribution)
+        version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+    origin = _origin(distribution)
+    if "vcs_info" in origin:
+        return f"{version}+{origin['vcs_info']['commit_id'][:9]}"
+    return f"{version}+local" if "dir_info" in origin else version
+
+
+def editable_folder(distribution: str) -> Path | None:
+    """The folder that an editable installation (``pip install -e``) imports from; None if the
+    distribution is not installed so.
+    """
+    origin = _origin(distribution)
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(urllib.request.url2pathname(urllib.parse.urlparse(origin["url"]).path))
+
+
+def _origin(distribution: str) -> dict[str, Any]:
+    """What pip records of a distribution that it installed from a folder, an archive or a
+    repository; empty for one from an index.
+    """
+    try:
+        text = metadata.distribution(distribution).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return {}
+    origin: dict[str, Any] = json.loads(text) if text else {}
+    return origin
 
 
 def checked_out(folder: Path, release: Release) -> str:
@@ -161,13 +219,14 @@ def checked_out(folder: Path, release: Release) -> str:
     """
     if not folder.is_dir():
         raise StackError(
-            f"--checkout {folder}: there is no such folder. {release.stack} is judged from a"
-            f" checkout of {release.repository}."
+            f"--checkout {folder}: there is no such folder. Name the folder of a checkout of"
+            f" {release.stack}{_address(release)}."
         )
     if not (folder / release.module_file).is_file():
         raise StackError(
             f"--checkout {folder} is not a checkout of {release.stack}: it has no"
-            f" {release.module_file}. Name the folder that git made from {release.repository}."
+            f" {release.module_file}. Name the root of a checkout of"
+            f" {release.stack}{_address(release)}."
         )
     # first on the path: an installed release of the same name must not be judged instead
     roots = [str((folder / root).resolve()) for root in release.roots]
@@ -179,6 +238,10 @@ def checked_out(folder: Path, release: Release) -> str:
         commit[:9] or "unversioned",
     )
     return version + _CHANGED if changed_files(folder, release) else version
+
+
+def _address(release: Release) -> str:
+    return "" if release.repository is None else f" ({release.repository})"
 
 
 def changed_files(folder: Path, release: Release) -> tuple[str, ...]:

@@ -355,7 +355,8 @@ def test_every_matrix_is_that_of_a_stack() -> None:
 
 def test_a_run_without_the_matrix_counts_the_known_failures() -> None:
     """How many of the failing checks of a pinned release are known to fail; nothing where none is,
-    or the release is not pinned.
+    or the release is not pinned. A version that the adapters do not know has the failures of the
+    one as which it is driven.
     """
     target = Target(
         name="areno 0.10.0 merged-rollouts",
@@ -363,14 +364,14 @@ def test_a_run_without_the_matrix_counts_the_known_failures() -> None:
         recipe={"stack": "areno", "version": "0.10.0", "part": "merged-rollouts"},
     )
 
-    def note_of(version: str, *failing: str) -> str | None:
+    def note_of(version: str, *failing: str, **recipe: str) -> str | None:
         results = tuple(
             CheckResult(check=default_registry()[check], verdict=Verdict.FAIL, reason="1 finding")
             for check in failing
         )
         report = Report(subject=target.name, profile="batches", seed=0, results=results)
         return PinnedVerdicts.note(
-            [replace(target, recipe={**target.recipe, "version": version})], [report]
+            [replace(target, recipe={**target.recipe, "version": version, **recipe})], [report]
         )
 
     note = (
@@ -380,3 +381,4 @@ def test_a_run_without_the_matrix_counts_the_known_failures() -> None:
     assert note == note_of("0.10.0", "batch.refuses", "batch.tokens")
     assert None is note_of("0.10.0", "batch.tokens")
     assert None is note_of("0.9.0", "batch.refuses")
+    assert note == note_of("0.11.0", "batch.refuses", driven_as="0.10.0")

@@ -23,7 +23,7 @@ from rollproof.stacks import (
     requirements_file,
 )
 from rollproof.stacks._support.upstream import imported, missing_dependency
-from rollproof.stacks.releases import changed_files, checked_out
+from rollproof.stacks.releases import changed_files, checked_out, installed_version
 from rollproof.stacks.verl.release import RELEASE, VERSIONS
 
 
@@ -60,8 +60,8 @@ def test_an_unknown_stack_is_refused_with_the_names_of_all() -> None:
         load_stack("verll")
 
 
-def test_a_forced_version_is_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a version that the adapters do not know is forced while another is installed, the error
+def test_an_unknown_version_is_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a version that the adapters do not know is requested while another is installed, the error
     has the command that installs it.
     """
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.1")
@@ -72,7 +72,7 @@ def test_a_forced_version_is_the_version_to_install(monkeypatch: pytest.MonkeyPa
             r" verl==0\.10\.0$"
         ),
     ):
-        load_stack("verl==0.10.0", force=True)
+        load_stack("verl==0.10.0")
 
 
 def test_a_missing_stack_names_the_commands_that_install_it(
@@ -100,25 +100,23 @@ def test_another_version_than_requested_is_refused(monkeypatch: pytest.MonkeyPat
         load_stack("verl==0.9.1")
 
 
-def test_a_version_that_the_table_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every release has moved the classes so far: an unknown one is refused rather than guessed,
-    and the known ones are listed.
-    """
-    monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
-    with pytest.raises(
-        StackError,
-        match=(
-            r"verl 0\.10\.0 is installed.*know only 0\.8\.0, 0\.9\.0, 0\.9\.1.*\n.*verl==0\.9\.1$"
-        ),
-    ):
-        load_stack("verl")
-    with pytest.raises(
-        StackError,
-        match=(
-            r"do not know version 0\.7\.1: they know 0\.8\.0, 0\.9\.0, 0\.9\.1.*table of versions"
-        ),
-    ):
-        load_stack("verl==0.7.1")
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("0.9.0", "0.9.0"),
+        ("0.10.0", "0.9.1"),
+        ("0.9.0.post1", "0.9.0"),
+        ("0.8.5", "0.8.0"),
+        ("0.7.1", "0.8.0"),
+        ("0.9.0+local", "0.9.0"),
+        ("1dda039b9", "0.9.1"),
+        ("1dda039b9+changed", "0.9.1"),
+        ("unversioned", "0.9.1"),
+    ],
+)
+def test_a_version_is_driven_as_the_nearest_known_one(version: str, line: str) -> None:
+    """The newest that is not newer, the oldest for one older than all, the newest for a commit."""
+    assert line == RELEASE.line_of(version)
 
 
 def test_a_missing_dependency_names_the_package() -> None:
@@ -135,8 +133,8 @@ def test_a_missing_dependency_names_the_package() -> None:
 
 
 def test_a_name_that_is_not_there_is_no_missing_package() -> None:
-    """Packages of other versions mend it for a known release; for one that was forced nothing does
-    but a known one.
+    """Packages of other versions mend it for a known release; for another one nothing does but a
+    known one.
     """
     words = "cannot import name 'Strategy' from 'ray.util'"
     moved = ImportError(words, name="ray.util")
@@ -148,8 +146,8 @@ def test_a_name_that_is_not_there_is_no_missing_package() -> None:
     ):
         message = str(missing_dependency(RELEASE, "0.10.0", error))
         assert (
-            f"but importing it fails: {error}. The adapters know 0.8.0, 0.9.0, 0.9.1, and --force"
-            " drives it as the newest" in message
+            f"but importing it fails: {error}. The adapters know 0.8.0, 0.9.0, 0.9.1, and drive it"
+            " as 0.9.1." in message
         )
         assert message.endswith("verl==0.9.1")
 
@@ -167,26 +165,21 @@ def test_every_stack_pins_its_dependencies(name: str) -> None:
     assert name == release.stack
 
 
-def test_an_untested_version_is_driven_as_the_newest_if_forced(
+def test_a_version_that_the_table_does_not_know_is_judged_with_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``--force``: the reports say so, and a counterexample is replayed with it."""
+    """The reports and the recipe of a counterexample say as which one it is driven."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
     loaded: list[Found] = []
     monkeypatch.setattr(
         "rollproof.stacks.verl.load",
         lambda found: loaded.append(found) or Stack(name="verl", version="0.10.0", parts={}),
     )
-    stack = load_stack("verl", force=True)
+    stack = load_stack("verl==0.10.0")
     assert [Found(version="0.10.0", line="0.9.1")] == loaded
     assert "verl 0.10.0 (untested, driven as 0.9.1)" == stack.title
-    assert {"stack": "verl", "version": "0.10.0", "part": "client", "force": "yes"} == stack.recipe(
-        "client"
-    )
-    with pytest.raises(
-        StackError, match=r"know only .*With --force it is driven as the newest known one"
-    ):
-        load_stack("verl")
+    expected = {"stack": "verl", "version": "0.10.0", "part": "client", "driven_as": "0.9.1"}
+    assert expected == stack.recipe("client")
 
 
 SOURCE = Release(
@@ -205,7 +198,7 @@ def test_a_checkout_must_be_of_the_stack(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         StackError,
-        match=r"there is no such folder\. slime is judged from a checkout of https://x/slime",
+        match=r"there is no such folder\. .* a checkout of slime \(https://x/slime\)\.",
     ):
         checked_out(tmp_path / "nosuch", SOURCE)
     with pytest.raises(
@@ -271,11 +264,11 @@ def test_changed_files_of_a_checkout_are_named(repository: Path) -> None:
     assert 2 == len(changed_files(repository, SOURCE))
 
 
-def test_changed_code_is_judged_if_forced(
+def test_changed_code_is_judged_with_a_note(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not what the adapters know: the error names the file, and a forced run says so in its
-    title.
+    """It is not what the adapters know: the title says so, and it is not the commit that a spec
+    demands.
     """
     commit = _git(repository, "rev-parse", "HEAD")
     source = replace(SOURCE, versions=(commit[:9],), module_file="slime/__init__.py")
@@ -288,20 +281,12 @@ def test_changed_code_is_judged_if_forced(
     (repository / "slime" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
     with pytest.raises(
         StackError,
-        match=(
-            r"changed is checked out \(slime/__init__\.py is not as the commit has it\), and the"
-            r" adapters"
-        ),
-    ):
-        load_stack("slime", checkout=repository)
-    with pytest.raises(
-        StackError,
         match=r"was requested, but \w+\+changed is checked out \(slime/__init__\.py is not as",
     ):
         load_stack(f"slime=={commit[:7]}", checkout=repository)
     assert (
         f"slime {commit[:9]}+changed (untested, driven as {commit[:9]})"
-        == load_stack("slime", checkout=repository, force=True).title
+        == load_stack("slime", checkout=repository).title
     )
 
 
@@ -348,7 +333,7 @@ def test_a_second_checkout_of_a_process_is_refused(
     )
     monkeypatch.setitem(sys.modules, "slime.__init__", ModuleType("slime"))
     sys.modules["slime.__init__"].__file__ = str(repository / "slime" / "__init__.py")
-    load_stack("slime", checkout=repository, force=True)
+    load_stack("slime", checkout=repository)
     other = shutil.copytree(repository, repository.parent / "other")
     with pytest.raises(
         StackError,
@@ -357,7 +342,7 @@ def test_a_second_checkout_of_a_process_is_refused(
             r" process"
         ),
     ):
-        load_stack("slime", checkout=other, force=True)
+        load_stack("slime", checkout=other)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +369,7 @@ def test_an_error_during_the_import_of_a_framework_is_reported_as_its_own(
             rf"slime unversioned is checked out, but importing it fails: {type(raised).__name__}: "
         ),
     ):
-        load_stack("slime", checkout=tmp_path, force=True)
+        load_stack("slime", checkout=tmp_path)
 
 
 def test_a_checkout_that_lacks_a_module_of_its_own_is_no_missing_package() -> None:
@@ -420,16 +405,55 @@ def test_a_checkout_may_have_several_roots_and_need_a_further_package(
     )
 
 
-def test_a_released_package_is_not_judged_from_a_checkout(tmp_path: Path) -> None:
-    """One way to have a stack: the other is refused with the commands that install it."""
-    with pytest.raises(
-        UsageError,
-        match=(
-            r"verl is a released package: install it instead of giving"
-            r" --checkout.*\n.*verl==0\.9\.1"
-        ),
-    ):
-        load_stack("verl", checkout=tmp_path)
+def _distribution(folder: Path, origin: str) -> None:
+    """Write what pip leaves of verl 0.9.1, installed from ``origin`` (a JSON object)."""
+    info = folder / "verl-0.9.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: verl\nVersion: 0.9.1\n", encoding="utf-8"
+    )
+    if origin:
+        (info / "direct_url.json").write_text(origin, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("origin", "version"),
+    [
+        ("", "0.9.1"),
+        ('{"url": "file:///x/verl-0.9.1.whl", "archive_info": {}}', "0.9.1"),
+        ('{"url": "https://x/verl", "vcs_info": {"commit_id": "1dda039b9abc"}}', "0.9.1+1dda039b9"),
+        ('{"url": "file:///x/verl", "dir_info": {}}', "0.9.1+local"),
+    ],
+)
+def test_what_may_be_a_fork_is_not_called_a_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: str, version: str
+) -> None:
+    """Its own version is that of the release which it was forked from."""
+    _distribution(tmp_path / "site", origin)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert version == installed_version("verl")
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_a_released_package_is_judged_from_a_checkout(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, editable: bool
+) -> None:
+    """A contributor's fork: named by ``--checkout``, or installed by ``pip install -e``."""
+    monkeypatch.setattr(
+        "rollproof.stacks.verl.RELEASE", replace(RELEASE, module_file="slime/__init__.py")
+    )
+    monkeypatch.setattr(
+        "rollproof.stacks.verl.load",
+        lambda found: Stack(name="verl", version=found.version, parts={}),
+    )
+    url = f'{{"url": "{repository.as_uri()}", "dir_info": {{"editable": true}}}}'
+    _distribution(tmp_path / "site", url if editable else "")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    stack = load_stack("verl", checkout=None if editable else repository)
+    commit = _git(repository, "rev-parse", "HEAD")[:9]
+    assert f"verl {commit} (untested, driven as 0.9.1)" == stack.title
+    assert str(repository) == stack.recipe("client")["checkout"]
+    assert str(repository) == sys.path[0]
 
 
 def test_the_table_of_versions_is_the_release() -> None:

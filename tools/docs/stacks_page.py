@@ -76,14 +76,22 @@ def stacks_page() -> Iterator[str]:
         " the matrix is that of the default one."
     )
     yield (
-        "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the"
-        " commit of the table; `--force` judges"
+        "Every stack is judged from a checkout too, of a fork or of a branch, `--checkout DIR`,"
+        " where its requirements are installed; slime,"
     )
     yield (
-        "another commit, or code that was changed there (`<commit>+changed`), as that one, and a"
-        " release that the table does not have as"
+        "prime-rl, NeMo-RL and ROLL, which no package index has, are judged from that of the"
+        " table's commit. An editable installation is"
     )
-    yield "the newest that it has: what fails then may be the adapter's fault.\n"
+    yield (
+        "judged as a checkout. A release or commit that the table does not have, or code that was"
+        " changed (`<commit>+changed`), is driven as"
+    )
+    yield (
+        "the newest that it has and that is not newer, and compared with its pinned verdicts by"
+        " `--matrix`: the report says so, and what fails"
+    )
+    yield "then may be the adapter's fault.\n"
     yield from _parts(results)
     yield from _table(results)
     yield from _failing(results)

@@ -69,7 +69,7 @@ def missing_dependency(release: Release, version: str, error: ImportError) -> St
     if release.repository is None and version not in release.versions:
         known = ", ".join(release.versions)
         return StackError(
-            f"{failed} The adapters know {known}, and --force drives it as the newest of them."
+            f"{failed} The adapters know {known}, and drive it as {release.line_of(version)}."
             f" Run:\n  {release.install()}"
         )
     return StackError(f"{failed} Run:\n  {release.install(version)}")

@@ -6,4 +6,9 @@ from rollproof.stacks.releases import Release
 
 __all__ = ["RELEASE"]
 
-RELEASE = Release(stack="areno", distribution="areno", versions=("0.10.0",))
+RELEASE = Release(
+    stack="areno",
+    distribution="areno",
+    versions=("0.10.0",),
+    module_file="areno/engine/runtime/rollout.py",
+)

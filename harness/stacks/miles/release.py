@@ -6,4 +6,9 @@ from rollproof.stacks.releases import Release
 
 __all__ = ["RELEASE"]
 
-RELEASE = Release(stack="miles", distribution="miles-rl", versions=("0.0.2",))
+RELEASE = Release(
+    stack="miles",
+    distribution="miles-rl",
+    versions=("0.0.2",),
+    module_file="miles/rollout/sglang_rollout.py",
+)

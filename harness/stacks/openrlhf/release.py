@@ -6,4 +6,9 @@ from rollproof.stacks.releases import Release
 
 __all__ = ["RELEASE"]
 
-RELEASE = Release(stack="openrlhf", distribution="openrlhf", versions=("0.11.2",))
+RELEASE = Release(
+    stack="openrlhf",
+    distribution="openrlhf",
+    versions=("0.11.2",),
+    module_file="openrlhf/utils/agent.py",
+)

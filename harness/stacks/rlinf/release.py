@@ -6,4 +6,9 @@ from rollproof.stacks.releases import Release
 
 __all__ = ["RELEASE"]
 
-RELEASE = Release(stack="rlinf", distribution="rlinf", versions=("0.3.0",))
+RELEASE = Release(
+    stack="rlinf",
+    distribution="rlinf",
+    versions=("0.3.0",),
+    module_file="rlinf/data/io_struct.py",
+)

@@ -64,4 +64,9 @@ VERSIONS: Mapping[str, SkyRLVersion] = {
         route_padding="arange",
     ),
 }
-RELEASE = Release(stack="skyrl", distribution="skyrl", versions=tuple(VERSIONS))
+RELEASE = Release(
+    stack="skyrl",
+    distribution="skyrl",
+    versions=tuple(VERSIONS),
+    module_file="skyrl/train/generators/skyrl_gym_generator.py",
+)

@@ -1,7 +1,7 @@
 """The releases of verl that the adapters know, and what differs between them, as data.
 
-Every release so far has moved the resume client or changed its constructor, so a version that is
-not in the table is refused rather than guessed.
+Every release so far has moved the resume client or changed its constructor: importing it fails for
+a version that is not in the table and differs so.
 """
 
 from __future__ import annotations
@@ -79,4 +79,9 @@ VERSIONS: Mapping[str, VerlVersion] = {
         unpads_on_cpu=True,
     ),
 }
-RELEASE = Release(stack="verl", distribution="verl", versions=tuple(VERSIONS))
+RELEASE = Release(
+    stack="verl",
+    distribution="verl",
+    versions=tuple(VERSIONS),
+    module_file="verl/workers/rollout/replica.py",
+)
