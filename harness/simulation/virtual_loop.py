@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop
+from itertools import count
 from typing import Any, TypeVar
 
 from rollproof.errors import SubjectError
@@ -46,6 +47,22 @@ class Stuck(Stalled):
     """A step of the loop did not end, and was given up after much real time."""
 
 
+class _NumberedTask(asyncio.Task[_T]):
+    """A task whose hash is its number, so that sets of tasks have the same order in every run.
+
+    ``asyncio.wait`` returns sets, and the hash of other tasks is their address: a stack that goes
+    through such a set (prime-rl's ``Dispatcher``) would act in another order each time.
+    """
+
+    def __init__(self, number: int, coro: Any, **options: Any) -> None:
+        # before the base class, which puts the task into a set
+        self._number = number
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualLoop(base_events.BaseEventLoop):
     """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
 
@@ -64,12 +81,19 @@ class VirtualLoop(base_events.BaseEventLoop):
         super().__init__()
         self._now = 0.0
         self._spins = 0
+        self._tasks_made = count()
+        self.set_task_factory(self._make_task)
         self._jumps_left = math.inf if jumps is None else jumps
         self._clock_resolution = 1e-9
         self.ending: bool = False
         self.turns: int = 0
         self.watchdog: Watchdog | None = None
         self.network: Network | None = None
+
+    def _make_task(
+        self, _loop: asyncio.AbstractEventLoop, coro: Any, **options: Any
+    ) -> asyncio.Task[Any]:
+        return _NumberedTask(next(self._tasks_made), coro, loop=self, **options)
 
     def bound(self, jumps: int) -> None:
         """Let time pass at most ``jumps`` times more."""

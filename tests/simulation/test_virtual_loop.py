@@ -48,6 +48,28 @@ def test_one_program_has_one_order() -> None:
     assert [logs[0]] * 20 == logs
 
 
+async def _order_in_a_set() -> list[str]:
+    """The order in which a set of finished tasks is gone through."""
+    waste = [bytearray(random.randrange(5_000)) for _ in range(200)]
+    tasks = []
+    for number in range(20):
+        tasks.append(asyncio.get_running_loop().create_task(asyncio.sleep(0.01), name=str(number)))
+        waste.pop(random.randrange(len(waste)))
+    done, _ = await asyncio.wait(tasks)
+    return [task.get_name() for task in done]
+
+
+def test_one_program_has_one_order_in_sets_of_tasks() -> None:
+    """The addresses of tasks, which differ between runs, do not decide it."""
+    orders = {tuple(virtual_loop.run(_order_in_a_set)) for _ in range(20)}
+    assert 1 == len(orders)
+
+
+def test_a_real_loop_has_no_such_order_in_sets_of_tasks() -> None:
+    """The twin of the test above."""
+    assert 1 < len({tuple(asyncio.run(_order_in_a_set())) for _ in range(3)})
+
+
 def test_a_real_loop_has_no_such_order() -> None:
     """Without the virtual clock the times differ from run to run: the property above is not
     vacuous.

@@ -70,6 +70,9 @@ class TrainRollout:
         # the pool is one of the process: the first case fills it
         if not renderers:
             renderers.append(verifiers.slot(IdRenderer(verifiers)))
+        # Renderers asks once a process how long a prompt may be, which the first case alone would
+        # show. This is the answer of servers that serve no such model.
+        verifiers.prompt_limits[config.base_url.rstrip("/") + "/", MODEL] = None
         with without_certificates():
             self._client = verifiers.client(config)
 

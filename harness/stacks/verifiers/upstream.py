@@ -14,7 +14,9 @@ __all__ = ["Verifiers", "import_verifiers"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verifiers:
-    """The imported classes. ``slot`` and ``pool`` are where its training client keeps renderers."""
+    """The imported classes. ``slot`` and ``pool`` are where its training client keeps renderers;
+    ``prompt_limits`` is where those keep the longest prompt of a server's model.
+    """
 
     client: Any
     client_config: Any
@@ -29,6 +31,7 @@ class Verifiers:
     sampling: Any
     rendered: Any
     parsed: Any
+    prompt_limits: Any
 
 
 def import_verifiers(version: str) -> Verifiers:
@@ -50,6 +53,7 @@ def import_verifiers(version: str) -> Verifiers:
             "sampling": "verifiers.v1.types:SamplingConfig",
             "rendered": "renderers.base:RenderedTokens",
             "parsed": "renderers.base:ParsedResponse",
+            "prompt_limits": "renderers.client:_max_prompt_len_cache",
         },
     )
     # it logs a line a request
