@@ -1,4 +1,4 @@
-"""A rollout client that speaks SGLang's HTTP: it resumes what was aborted, asks again where a reply broke off, and tells what it made."""
+"""A rollout client over SGLang's HTTP: it resumes after aborts, repeats calls whose reply broke off, and reports its sample."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
 
 
 def call(body: dict[str, Any]) -> dict[str, Any]:
-    """One call, asked again where its reply broke off."""
+    """Make one call, and repeat it if its reply breaks off."""
     for _ in range(5):
         try:
-            asked = urllib.request.Request(
+            request = urllib.request.Request(
                 f"{URL}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
             )
-            with urllib.request.urlopen(asked, timeout=10) as reply:
+            with urllib.request.urlopen(request, timeout=10) as reply:
                 answer: dict[str, Any] = json.load(reply)
                 return answer
         except (OSError, http.client.HTTPException, ValueError) as error:
-            print(f"{body['rid']}: {type(error).__name__}, asked again")
+            print(f"{body['rid']}: {type(error).__name__}, called again")
     raise ConnectionError("five replies broke off, one after the other")
 
 
@@ -78,6 +78,6 @@ def rollout(request: Request) -> Rollout:
 
 if __name__ == "__main__":
     teller = Teller(URL)
-    wanted = Request(request_id="r1", prompt_ids=(5, 6, 7, 8), max_tokens=8)
-    teller.submit(wanted)  # before its first call
-    teller.result(rollout(wanted))
+    request = Request(request_id="r1", prompt_ids=(5, 6, 7, 8), max_tokens=8)
+    teller.submit(request)  # before its first call
+    teller.result(rollout(request))

@@ -60,8 +60,9 @@ class FakeEngine:
     ``hooks`` number the calls, attribute them to requests and may act at every token. Everything is
     recorded. Methods that represent a message to the server raise ``ServerDied`` while it is dead.
 
-    handed_out: the routes that callers within the program got and can write to, by call.
-    published: the last label that the stack published here, not the harness, and its weights.
+    Attributes:
+        handed_out: The routes that callers within the program got and can write to, by call id.
+        published: The weights and the label that the stack itself published last.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class FakeEngine:
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
-        """End the calls with the handle ``wanted`` (``"*"``: all calls); return their call ids.
+        """End the calls with the handle ``wanted`` (``"*"``: all calls), and return their ids.
 
         Their callers get the tokens so far.
         """

@@ -147,7 +147,7 @@ def _judged() -> Iterator[str]:
     yield """```console
 $ python served_client.py        # in another terminal, while the server below runs
 r1: 2 tokens, abort
-r1: IncompleteRead, asked again
+r1: IncompleteRead, called again
 r1: 6 tokens, length
 $ rollproof serve --as sglang --port 30000 --contract served_contract.toml --fault-plan served_plan.toml --trace served.arrow
 sglang on http://127.0.0.1:30000

@@ -13,7 +13,7 @@ from rollproof.gap.diagnosis.arrival import Arrival
 from rollproof.gap.diagnosis.evidence import Evidence
 from rollproof.gap.token_pairs import TokenPairs
 
-__all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "confidence_beyond"]
+__all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "confidence_beyond", "times_text"]
 
 ROUNDING = 1e-5
 """What float32 does to a logprob, in nats: a mean |d| below it needs no explanation."""
@@ -127,6 +127,12 @@ class Scene:
 
 
 Rule: TypeAlias = "Callable[[Scene], Cause | None]"
+
+
+def times_text(ratio: float) -> str:
+    """Return a ratio with two digits, as ``0.42``, ``43`` or ``1,500``: never as ``1.5e+03``."""
+    rounded = float(f"{ratio:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def confidence_beyond(value: float, bound: float) -> float:

@@ -93,8 +93,8 @@ def _off_by_one(step: int, confidence: float, because: str) -> Cause:
         confidence=confidence,
         because=because,
         advice=(
-            f"The trainer's logprobs are one token {'late' if step > 0 else 'early'}: logits of"
-            " position p score the token at p + 1."
+            f"The trainer's logprobs are one token {'late' if step > 0 else 'early'}: the logits"
+            " of position p must score the token at p + 1, and no other."
         ),
     )
 

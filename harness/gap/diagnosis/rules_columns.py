@@ -12,7 +12,14 @@ from scipy import stats
 
 from rollproof.gap.buckets import NEAR, bucket_codes, resume_parts, staleness
 from rollproof.gap.column_checks import BoolArray, FloatArray, is_present, some_of
-from rollproof.gap.diagnosis.causes import ROUNDING, Cause, CauseName, Scene, confidence_beyond
+from rollproof.gap.diagnosis.causes import (
+    ROUNDING,
+    Cause,
+    CauseName,
+    Scene,
+    confidence_beyond,
+    times_text,
+)
 from rollproof.gap.diagnosis.outliers import find_mistagged
 from rollproof.gap.diagnosis.usual_diff import diff_and_usual
 from rollproof.gap.intervals import Interval, Resampler
@@ -165,7 +172,7 @@ def boundary(scene: Scene) -> Cause | None:
         confidence=confidence_beyond(ratio, 2),
         because=(
             f"mean |d| is {buckets[worst].abs_diff.value:.2g} {place} after a resume,"
-            f" {times.value:.2g} times the average for tokens of similar logprob elsewhere"
+            f" {times_text(times.value)} times the average for tokens of similar logprob elsewhere"
         ),
         advice=(
             "The resumed call saw another context or other weights than the trainer scores: check"
@@ -209,8 +216,8 @@ def lag(scene: Scene) -> Cause | None:
         confidence=confidence_beyond(oldest.value / max(fresh.value, 1e-12), 1),
         because=(
             f"mean |d| rises from {buckets[0].abs_diff.value:.2g} at {labels[0]} versions of age to"
-            f" {buckets[-1].abs_diff.value:.2g} at {labels[-1]}: from {fresh.value:.2g} to"
-            f" {oldest.value:.2g} times the average for tokens of similar logprob"
+            f" {buckets[-1].abs_diff.value:.2g} at {labels[-1]}: from {times_text(fresh.value)}"
+            f" to {times_text(oldest.value)} times the average for tokens of similar logprob"
         ),
         advice=(
             "The scores are of the weights that sampled, so this is no change of the policy: look"

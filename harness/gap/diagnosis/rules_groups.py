@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from rollproof.gap.column_checks import BoolArray, FloatArray, is_present
-from rollproof.gap.diagnosis.causes import ROUNDING, Cause, CauseName, Scene
+from rollproof.gap.diagnosis.causes import ROUNDING, Cause, CauseName, Scene, times_text
 from rollproof.gap.diagnosis.evidence import gather_evidence
 from rollproof.gap.diagnosis.rules import DISTRIBUTION_RULES, PART_ADVICE
 from rollproof.gap.diagnosis.usual_diff import diff_and_usual
@@ -97,8 +97,8 @@ def replica(scene: Scene) -> Cause | None:
 
 def _size(apart: _Apart) -> str:
     return (
-        f"{apart.typical:.2g} times the usual |d| of tokens of similar logprob, on the median,"
-        f" {apart.ratio:.1f} times what the others have (rank test, p = {apart.chance:.1g})"
+        f"{times_text(apart.typical)} times the usual |d| of tokens of similar logprob, on the"
+        f" median, {times_text(apart.ratio)} times what the others have (rank test, p = {apart.chance:.1g})"
     )
 
 
