@@ -224,6 +224,9 @@ def _guessed(lacking: Sequence[str], schema: Any, renamed: Mapping[str, str]) ->
         ]
         # the name is probably one of another project, or misspelt
         match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+        within = [own for own in candidates if name in own]
+        if not match and len(within) == 1:  # response_mask for mask
+            match = within
         if match:
             free.remove(match[0])
             guesses.append(f"--column {name}={match[0]}")

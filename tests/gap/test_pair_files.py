@@ -245,6 +245,8 @@ def test_a_limit_that_no_number_of_tokens_decides() -> None:
         ("trainer_logprob", {"trainer_log_prob_dtype": ["bf16"] * N}, None),
         ("mask", {"task": ["maths"] * N}, None),
         ("mask", {"loss_mask": np.ones(N, bool), "task": ["maths"] * N}, "loss_mask"),
+        ("mask", {"response_mask": np.ones(N, bool)}, "response_mask"),
+        ("mask", {"response_mask": np.ones(N, bool), "attention_mask": np.ones(N, bool)}, None),
         ("sequence_id", {"sequence": np.arange(N) // LENGTH}, "sequence"),
     ],
 )
