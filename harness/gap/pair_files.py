@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import GapError
+from rollproof.gap.table_files import load_table
 from rollproof.gap.token_pairs import COLUMNS, TokenPairs
 
 __all__ = ["read_columns", "read_pairs"]
@@ -104,76 +105,40 @@ def read_columns(
 def _load(
     path: Path, renamed: dict[str, str], required: Sequence[str], groups: Sequence[str]
 ) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     unknown = sorted(set(renamed) - set(COLUMNS))
     if unknown:
         raise GapError(
             f"No column is named {', '.join(unknown)}; the names that a file's columns can stand"
             f" for are {', '.join(COLUMNS)}."
         )
-    mark = _mark(path)
-    try:
-        if mark == _PARQUET:
-            read = _columns_to_read(pq.read_schema(path), renamed, required, path)
-            read += _group_columns(pq.read_schema(path).names, groups, path)
-            table = pq.read_table(path, columns=list(dict.fromkeys(read)))
-            return _with_groups(table, renamed, groups)
-        # An Arrow file is mapped instead of read: its columns may be larger than memory. It is read
-        # as a buffer, which has an end: a column that a damaged file places behind it would end the
-        # process (SIGBUS).
-        with pa.memory_map(str(path)) as mapped:
-            source = pa.BufferReader(mapped.read_buffer())
-            opened = pa.ipc.open_file(source) if mark == _ARROW else pa.ipc.open_stream(source)
-            table = opened.read_all()
-            # offsets of lists and text are used as they are, and so is text that is no UTF-8
-            table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, GapError):
-            raise
-        kind = "Parquet" if mark == _PARQUET else "Arrow"
-        raise GapError(
-            f"{path} begins as {kind} does and cannot be read to its end: it is damaged, or was cut"
-            " short. Write it again."
-        ) from error
-    read = _columns_to_read(table.schema, renamed, required, path)
-    read += _group_columns(table.column_names, groups, path)
-    return _with_groups(table.select(list(dict.fromkeys(read))), renamed, groups)
+
+    def chosen(schema: Any) -> list[str]:
+        read = _columns_to_read(schema, renamed, required, path)
+        return list(dict.fromkeys([*read, *_group_columns(schema.names, groups, path)]))
+
+    table = load_table(path, chosen)
+    _check_kinds(table, path)
+    return _with_groups(table, renamed, groups)
 
 
-_PARQUET, _ARROW, _STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
+def _check_kinds(table: Any, path: Path) -> None:
+    """Raise ``GapError`` for a column that holds neither numbers nor text."""
+    import pyarrow.types as pt
 
-
-def _mark(path: Path) -> bytes:
-    """Return the first bytes of the file. Raises ``GapError`` if it is not Parquet or Arrow."""
-    if path.is_dir():
-        raise GapError(f"{path} is a folder: name the file in it.")
-    if not path.exists():
-        raise GapError(f"There is no file {path}.")
-    if not path.is_file():
-        raise GapError(
-            f"{path} is not a regular file (but a pipe, a terminal or a device): Parquet is read"
-            " from its end, so write it to a file first."
-        )
-    try:
-        # pyarrow raises UnicodeEncodeError for such names, far from here
-        str(path).encode()
-        with path.open("rb") as file:
-            mark = file.read(4)
-    except UnicodeEncodeError as error:
-        raise GapError(
-            f"{path} cannot be opened by Arrow: its name holds bytes that are not UTF-8. Rename it."
-        ) from error
-    except OSError as error:
-        raise GapError(f"{path} cannot be opened: {error.strerror}.") from error
-    if mark not in (_PARQUET, _ARROW, _STREAM):
-        problem = "is empty" if not mark else "is neither Parquet nor Arrow"
-        raise GapError(
-            f"{path} {problem}: records are written by pyarrow.parquet.write_table (docs/gap.md); a"
-            " trace goes with --rollout."
-        )
-    return mark
+    for name in table.column_names:
+        kind = table.column(name).type
+        while hasattr(kind, "value_type"):  # lists, dictionaries and runs of values
+            kind = kind.value_type
+        if not (
+            pt.is_boolean(kind)
+            or pt.is_integer(kind)
+            or pt.is_floating(kind)
+            or pt.is_null(kind)
+            or "string" in str(kind)
+        ):
+            raise GapError(
+                f"{path}: {name} is of type {kind}: write plain numbers, text or lists of them."
+            )
 
 
 def _columns_to_read(

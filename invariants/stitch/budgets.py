@@ -334,9 +334,7 @@ def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:
     attempt = view.attempts[delivered.reference.last]
     reply = attempt.consumed
     return (
-        reply is not None
-        and last == reply.output.token_ids[-1:]
-        and ends_with_eos(view, attempt)
+        reply is not None and last == reply.output.token_ids[-1:] and ends_with_eos(view, attempt)
     )
 
 

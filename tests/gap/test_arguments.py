@@ -217,7 +217,11 @@ def test_rollouts_and_trainers_of_the_wrong_kind(
     [
         (
             {"sequence_id": [{"prompt": i // 20} for i in range(N)]},
-            "sequence_id must hold whole numbers or text, not values of type dict",
+            r"sequence_id is of type struct<prompt: int64>: write plain numbers, text or lists",
+        ),
+        (
+            {"sequence_id": pa.array(np.arange(N), pa.timestamp("ns"))},
+            r"sequence_id is of type timestamp\[ns\]: write plain numbers, text or lists",
         ),
         ({"position": -np.arange(N)}, "position must be a whole number of at least 0"),
         ({"version": np.full(N, np.inf)}, "version must hold whole numbers or text; it is inf"),

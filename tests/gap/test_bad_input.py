@@ -493,7 +493,14 @@ def test_damaged_values_of_arrow_files_are_refused(tmp_path: Path, broken: str) 
     ended the process.
     """
     size = 4096
-    table = pa.table({"sequence_id": ["seq"] * size, "rollout_logprob": np.full(size, -1.0)})
+    table = pa.table(
+        {
+            "sequence_id": ["seq"] * size,
+            "rollout_logprob": np.full(size, -1.0),
+            "trainer_logprob": np.full(size, -1.0),
+            "mask": np.ones(size, np.int8),
+        }
+    )
     path = tmp_path / "pairs.arrow"
     with pa.ipc.new_file(path, table.schema) as writer:
         writer.write_table(table)
@@ -506,7 +513,8 @@ def test_damaged_values_of_arrow_files_are_refused(tmp_path: Path, broken: str) 
         place = content.index((8 * size).to_bytes(8, "little"))
         content[place : place + 8] = (1 << 30).to_bytes(8, "little")
     path.write_bytes(bytes(content))
-    with pytest.raises(GapError, match="it is damaged, or was cut short"):
+    words = {"text": "column sequence_id is damaged", "length": "it is damaged, or was cut short"}
+    with pytest.raises(GapError, match=words[broken]):
         read_pairs(path)
 
 

@@ -199,7 +199,7 @@ def test_kinds_of_arrow_that_few_functions_take(tmp_path: Path, kind: str) -> No
 
 def test_names_that_are_records_are_refused(tmp_path: Path) -> None:
     """Also in a file with one row a sequence, whose names are compared first."""
-    with pytest.raises(GapError, match="sequence_id must hold whole numbers or text"):
+    with pytest.raises(GapError, match="sequence_id is of type struct"):
         read_pairs(
             write(
                 tmp_path,

@@ -1,0 +1,165 @@
+"""Loading a table out of a Parquet or Arrow file that anybody may have written.
+
+Nothing of the file is used before it was validated: an offset or a size that points outside of its
+buffer would end the process, not raise. A small file that claims to hold gigabytes is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rollproof.errors import GapError
+
+__all__ = ["load_table"]
+
+_PARQUET, _ARROW, _STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
+_ALWAYS = 1 << 28
+"""Bytes that any file may expand to."""
+_EXPANSION = 1000
+"""How many times its size a larger file may expand to: logprobs hardly compress."""
+_BATCH = 1 << 16
+"""Rows of a Parquet file that are read at a time, so that its size is known early."""
+
+
+def load_table(path: Path, choose: Callable[[Any], list[str]]) -> Any:
+    """Return some columns of a file as a ``pyarrow.Table`` whose every value may be read.
+
+    Args:
+        path: The file.
+        choose: Returns the names of the columns to load, given the file's ``pyarrow.Schema``.
+
+    Raises:
+        GapError: The file is neither Parquet nor Arrow, is damaged, was cut short, or expands to
+            more than a file of its size can hold. What ``choose`` raises.
+    """
+    import pyarrow as pa
+
+    mark = _mark(path)
+    try:
+        table = _parquet(path, choose) if mark == _PARQUET else _arrow(path, choose, mark)
+    except GapError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        kind = "Parquet" if mark == _PARQUET else "Arrow"
+        raise GapError(
+            f"{path} begins as {kind} does and cannot be read to its end: it is damaged, or was cut"
+            " short. Write it again."
+        ) from error
+    _validate(table, path)
+    return table
+
+
+def _parquet(path: Path, choose: Callable[[Any], list[str]]) -> Any:
+    import pyarrow.parquet as pq
+
+    # checks the checksums of pages that have one
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        names = choose(file.schema_arrow)
+        batches = file.iter_batches(_BATCH, columns=names)
+        table = _joined(path, file.schema_arrow, names, batches)
+        if table.num_rows != file.metadata.num_rows:
+            raise GapError(
+                f"{path} says that it has {file.metadata.num_rows:,} rows, and {table.num_rows:,}"
+                " can be read: it is damaged. Write it again."
+            )
+        return table
+
+
+def _arrow(path: Path, choose: Callable[[Any], list[str]], mark: bytes) -> Any:
+    import pyarrow as pa
+
+    # Mapped instead of read: the columns may be larger than memory. The buffer has an end, so that
+    # a column which a damaged file places behind it is an error and no SIGBUS.
+    with pa.memory_map(str(path)) as mapped:
+        source = pa.BufferReader(mapped.read_buffer())
+        if mark == _ARROW:
+            file = pa.ipc.open_file(source)
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+            schema = file.schema
+        else:
+            batches = stream = pa.ipc.open_stream(source)
+            schema = stream.schema
+        return _joined(path, schema, choose(schema), batches)
+
+
+def _joined(path: Path, schema: Any, names: list[str], batches: Iterable[Any]) -> Any:
+    """Return the named columns of batches as a table. Raises ``GapError`` as soon as they take more
+    than the file can hold.
+    """
+    import pyarrow as pa
+
+    kept, size = [], 0
+    for batch in batches:
+        kept.append(batch.select(names))
+        size += sum(map(_own_size, kept[-1].columns))
+        _bound(path, size)
+    return pa.Table.from_batches(kept, pa.schema([schema.field(name) for name in names]))
+
+
+def _own_size(array: Any) -> int:
+    """Return the bytes of an array's buffers, without a look at values that may be damaged."""
+    return sum(buffer.size for buffer in array.buffers() if buffer is not None)
+
+
+def _bound(path: Path, size: int) -> None:
+    """Raise ``GapError`` if the file is too small to hold so many bytes honestly."""
+    stored = path.stat().st_size
+    if size > max(_ALWAYS, _EXPANSION * stored):
+        raise GapError(
+            f"{path} is {stored:,} bytes and claims to hold {size / 2**30:,.1f} GiB: it is damaged,"
+            " or was made to fill memory. Write it again."
+        )
+
+
+def _validate(table: Any, path: Path) -> None:
+    """Raise ``GapError`` naming the first column whose buffers do not fit its values."""
+    import pyarrow as pa
+
+    for name in table.column_names:
+        row = 0
+        for chunk in table.column(name).chunks:
+            try:
+                chunk.validate(full=True)
+            except (pa.ArrowException, ValueError, OSError) as error:
+                raise GapError(
+                    f"{path}: column {name} is damaged within rows {row:,} to"
+                    f" {row + max(0, len(chunk) - 1):,}: {_one_line(error)}. Write it again."
+                ) from error
+            row += len(chunk)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _mark(path: Path) -> bytes:
+    """Return the first bytes of the file. Raises ``GapError`` if it is not Parquet or Arrow."""
+    if path.is_dir():
+        raise GapError(f"{path} is a folder: name the file in it.")
+    if not path.exists():
+        raise GapError(f"There is no file {path}.")
+    if not path.is_file():
+        raise GapError(
+            f"{path} is not a regular file (but a pipe, a terminal or a device): Parquet is read"
+            " from its end, so write it to a file first."
+        )
+    try:
+        # pyarrow raises UnicodeEncodeError for such names, far from here
+        str(path).encode()
+        with path.open("rb") as file:
+            mark = file.read(4)
+    except UnicodeEncodeError as error:
+        raise GapError(
+            f"{path} cannot be opened by Arrow: its name holds bytes that are not UTF-8. Rename it."
+        ) from error
+    except OSError as error:
+        raise GapError(f"{path} cannot be opened: {error.strerror}.") from error
+    if mark not in (_PARQUET, _ARROW, _STREAM):
+        problem = "is empty" if not mark else "is neither Parquet nor Arrow"
+        raise GapError(
+            f"{path} {problem}: records are written by pyarrow.parquet.write_table (docs/gap.md); a"
+            " trace goes with --rollout."
+        )
+    return mark
