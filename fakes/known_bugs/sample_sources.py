@@ -83,7 +83,7 @@ BUGS = (
         refs=("cf. marin#1818",),
         make=_SampleMadeUp,
         cases=(_PAIR,),
-        detected_by=("stitch.sampled-by-engine",),
+        detected_by=("stitch.sampled-by-engine", "stitch.tokens"),
     ),
     KnownBug(
         id="one-reply-for-group",

@@ -15,6 +15,7 @@ from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.core.oracle import Chooser
+    from rollproof.core.records import Rollout
     from rollproof.judging.attempt import Attempt
     from rollproof.judging.request_view import RequestView
 
@@ -117,6 +118,17 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
 )
 def stitch_tokens(view: RequestView, out: Collector) -> None:
     """Compare the response with the reference stitch."""
+    if _made_up(view):
+        response = view.total_ids[len(view.request.prompt_ids) :]
+        out.finding(
+            f"{count(len(response), 'token')} that no engine sampled",
+            kind="tokens that no engine sampled",
+            expected="the tokens that engines sampled and delivered for this request",
+            observed=f"{window(response, 0)}; no engine delivered a token for this request",
+            where=view.place(),
+            hint="stitch.sampled-by-engine says where such samples come from.",
+        )
+        return
     delivered = reliable_delivery(view, out)
     if delivered is None:
         return
@@ -156,12 +168,11 @@ def stitch_sampled_by_engine(view: RequestView, out: Collector) -> None:
     if rollout is None:
         out.absent(missing_reason(view))
         return
-    response, mask = rollout.response_ids, rollout.loss_mask
+    response = rollout.response_ids
     if any(attempt.replies for attempt in view.attempts):
         out.exercised("samples with engine calls", int(bool(response)))
         return
-    # Stacks fill up a batch with dummies that are not trained on.
-    if not response or (mask is not None and not mask.any()):
+    if not _is_trained_on(rollout):
         return
     if not _was_run(view):
         out.absent("a recording may miss engine calls")
@@ -207,6 +218,25 @@ def stitch_sampled_by_engine(view: RequestView, out: Collector) -> None:
             else "A mock, a cache or a default answered instead of an engine. If an engine was"
             " called, give that call the id of the request as its handle (request_id=)."
         ),
+    )
+
+
+def _is_trained_on(rollout: Rollout) -> bool:
+    """Whether a sample has a token that is trained on: stacks fill up a batch with dummies."""
+    mask = rollout.loss_mask
+    return bool(rollout.response_ids) and (mask is None or bool(mask.any()))
+
+
+def _made_up(view: RequestView) -> bool:
+    """Whether no engine delivered the tokens of a sample, to this request or to another one."""
+    rollout = view.rollout
+    return (
+        rollout is not None
+        and view.uncalled
+        and _was_run(view)
+        and _is_trained_on(rollout)
+        and not _internal_calls(view)
+        and _source(view, rollout.response_ids) is None
     )
 
 

@@ -443,11 +443,17 @@ class TestTokens:
         assert {"single-call samples": 1} == check(self.ID, CORRECT["one call"]).exercised
         assert {"resumed samples": 1} == check(self.ID, CORRECT["resumed twice"]).exercised
 
-    def test_without_calls_nothing_is_known(self) -> None:
-        """A trace without calls of the request shows nothing about its tokens."""
-        story = TraceScript()
+    def test_without_calls_a_recording_shows_nothing(self) -> None:
+        """A recording without calls of the request shows nothing about its tokens. In a driven run,
+        of which every call is known, no engine sampled them.
+        """
+        story = TraceScript(driven=False)
         story.submit().result((1, 2, 3))
         unknown(self.ID, story, "no engine call of the request was recorded")
+        driven = TraceScript()
+        driven.submit().result((1, 2, 3))
+        (finding,) = check(self.ID, driven).findings
+        assert "tokens that no engine sampled" == finding.kind
 
     def test_an_unanswered_call_leaves_room_for_doubt(self) -> None:
         """A call without reply and without fault may have sampled what the sample holds beyond the
