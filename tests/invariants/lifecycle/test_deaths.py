@@ -81,6 +81,23 @@ class TestSurvivesDeath:
         ).result()
         assert "a request vanished when a server died" == finds(self.ID, script).title
 
+    @pytest.mark.parametrize(("granted", "found"), [(1, False), (2, True)])
+    def test_a_token_that_may_be_a_prefill_calls_is_not_missed(
+        self, granted: int, found: bool
+    ) -> None:
+        """A proxy throws the token of its prefill call away; nothing else may be."""
+        script = opened()
+        call = script.call((1, 2), max_tokens=granted)
+        script.reply(call, (3,), reason="length")
+        script.call((1, 2), max_tokens=granted)
+        script.fault("death", "s0")
+        call = script.call((1, 2), server="s1", max_tokens=granted)
+        script.reply(call, (3,), reason="length").result((3,))
+        if found:
+            assert "tokens were lost when a server died" == finds(self.ID, script).title
+        else:
+            passes(self.ID, script)
+
     def test_a_death_elsewhere_hits_nobody(self) -> None:
         """No call of the request was on that server."""
         unknown(self.ID, opened().fault("death", "s1").result(), "not exercised")

@@ -183,6 +183,31 @@ class TestEndedTurns:
         assert Verdict.PASS == check(self.ID, story(*parts, budget=11)).verdict
         finds(self.ID, story(*parts, budget=12))
 
+    @pytest.mark.parametrize(
+        ("answer", "budget", "found"), [((7, 8), 66 + 2, False), ((7, 8), 66 + 3, True)]
+    )
+    def test_a_template_that_no_answer_shows_yet_may_take_ample_room(
+        self, answer: tuple[int, ...], budget: int, found: bool
+    ) -> None:
+        """Before the first answer nothing says how much is put around the words."""
+        script = script_rollout(
+            ENDED[0],
+            budget=budget,
+            request={"turns": (answer,)},
+            multi_turn=True,
+            loss_mask=True,
+        )
+        if found:
+            finds(self.ID, script)
+        else:
+            unknown(self.ID, script, "not exercised")
+
+    def test_an_answer_that_lost_a_token_shows_no_template(self) -> None:
+        """Less than the words is a fault of its own, and no reason to expect room."""
+        cut = ScriptedCall(**{**_fields(ENDED[1]), "observed": TURNS[0][:1]})
+        # six tokens less one, and one for an answer: one more would be room without a template
+        unknown(self.ID, story(ENDED[0], cut, budget=7), "not exercised")
+
     @pytest.mark.parametrize("reason", ["length", "abort", "error"])
     def test_other_ends_are_judged_elsewhere(self, reason: str) -> None:
         """A sample that says it did not end naturally."""
