@@ -240,6 +240,37 @@ def test_equal_samples_fail_unless_they_are_probable() -> None:
     assert Verdict.UNKNOWN is _judged(certain, "engine.samples").verdict
 
 
+@pytest.mark.parametrize(
+    ("temperature", "mode", "verdict"),
+    [
+        (0.0, "raw", Verdict.UNKNOWN),
+        (0.0, "temperature-scaled", Verdict.UNKNOWN),
+        (0.5, "raw", Verdict.UNKNOWN),
+        (0.5, "temperature-scaled", Verdict.FAIL),
+        (1.0, "raw", Verdict.FAIL),
+    ],
+)
+def test_equal_samples_are_judged_by_the_distribution_that_drew_them(
+    temperature: float, mode: str, verdict: Verdict
+) -> None:
+    """Greedy samples are equal, and raw logprobs say nothing of another temperature."""
+    trace = _trace("samples")
+    first = next(event.output for event in trace.events if isinstance(event, Reply))
+    alike = _replies(trace, lambda _, output: replace(output, token_ids=first.token_ids))
+    events = tuple(
+        replace(event, sampling={**event.sampling, "temperature": temperature})
+        if isinstance(event, Call)
+        else event
+        for event in alike.events
+    )
+    contract = replace(alike.header.contract, logprobs=mode)
+    engine = None if alike.header.engine is None else replace(alike.header.engine, logprobs=mode)
+    header = replace(alike.header, contract=contract, engine=engine)
+    assert (
+        verdict is _judged(replace(alike, header=header, events=events), "engine.samples").verdict
+    )
+
+
 def _references(trace: Trace, change: Callable[[Reference], Reference]) -> Trace:
     return replace(
         trace,
