@@ -85,13 +85,13 @@ class _BatchAttentionAsLossMask(Collator):
 class _BatchMaskByPaddingToken(Collator):
     def loss_mask(self, sample: Rollout) -> IntArray:
         # the end of sequence is the token that pads: it is never trained
-        return super().loss_mask(sample) * (self.tokens(sample) != _PAD)
+        return np.where(self.tokens(sample) == _PAD, 0, super().loss_mask(sample))
 
 
 class _BatchLengthByPaddingToken(Collator):
     def attention(self, sample: Rollout) -> IntArray:
         # the same place is then behind the end of the row
-        return (self.tokens(sample) != _PAD).astype(np.int64)
+        return np.where(self.tokens(sample) == _PAD, 0, 1)
 
 
 class _BatchLogprobsShifted(Collator):
