@@ -30,8 +30,9 @@ _SEEDS = ("seed", "sampling_seed")
 class InternalCalls(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """Let the calls inside belong to no request: those of the task, and of tasks begun inside.
 
-    It has no token of a context: some leave a block in another task than they entered it in, as
-    fixtures and generators do. Leaving ends it for the task that leaves, if it was inside.
+    It stores no token of the context variable, because fixtures and generators may leave the block
+    in another task than they entered it in. Leaving ends it for the task that leaves, if that task
+    was inside.
     """
 
     __slots__ = ("_owners",)
@@ -58,7 +59,7 @@ class InternalCalls(AbstractContextManager[None], AbstractAsyncContextManager[No
 
     @property
     def owners(self) -> CallOwners:
-        """The requests to none of which the calls belong."""
+        """The owners to none of whose requests the calls belong."""
         return self._owners
 
 

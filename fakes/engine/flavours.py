@@ -90,7 +90,7 @@ class Flavour:
     writable: the caller may write into the returned routes.
     native: the engine's own finish reasons.
     queued_abort_keeps_keys: an abort in the waiting queue, or during the prefill, has the keys of
-        any other reply. Without, it has no routes and no count of cached tokens, and
+        any other reply. If false, it has no routes and no count of cached tokens, and
         ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21).
     abort_message: the message of an aborted call that was sampling.
     abort_logprobs, abort_routes: a call that was aborted after a token has logprobs, and routes.

@@ -26,8 +26,8 @@ from rollproof.fakes.engine.replies import reply_to
 __all__ = ["EngineHooks", "Scheduler"]
 
 _DRAWS = 256
-"""How often a first token is drawn that no other sample of the prompt has; a small vocabulary may
-have none.
+"""How often a first token is drawn again if another sample of the prompt has it; a small vocabulary
+may have no other.
 """
 
 

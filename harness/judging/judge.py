@@ -250,7 +250,7 @@ class Judge:
             assemble(self, event)
 
     def _drop(self, crashed: int) -> None:
-        """Show the rest of this trace to a check that crashed no longer."""
+        """Stop showing this trace to the check with that number, which crashed."""
         self._crashed.add(crashed)
         self._readers = {
             kind: [entry for entry in readers if entry[1] != crashed]

@@ -1,9 +1,9 @@
 """What a stack kept of a streamed reply when the connection broke.
 
 Only the client knows how many tokens it received before a stream broke. It may drop them and make
-the call again, or keep them and continue from there: both are correct. Its next call shows which it
-did or, if there is none, the sample. What it keeps must be a prefix of what was sampled. Of a reply
-in one piece it may have all or nothing.
+the call again, or keep them and continue from there: both are correct. Its next call shows which of
+the two it did; without a next call, the sample does. What it keeps must be a prefix of what was
+sampled. If the reply came in one piece, the client may have all of it or nothing.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def assign_partial_replies(view: RequestView) -> None:
         else:
             continue
         reply, sent = attempt.replies[0], attempt.call.prompt_ids
-        # What the stack kept must be a prefix of what was sampled. Anything else leaves `partial`
-        # unset, and the checks of tokens report it.
+        # Anything but a prefix leaves `partial` unset, and the checks of tokens report it.
         count = (
-            _common(reply.output.token_ids, shown_ids[len(sent) :])
+            _common_prefix(reply.output.token_ids, shown_ids[len(sent) :])
             if shown_ids[: len(sent)] == sent
             else 0
         )
@@ -95,7 +94,8 @@ def _truncated(reply: Reply, count: int, index: int) -> Reply:
     )
 
 
-def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
+def _common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
     for i, (token, other) in enumerate(zip(tokens, others, strict=False)):
         if token != other:
             return i

@@ -64,8 +64,8 @@ class PrecedingEvents:
     def story(self, where: Mapping[str, Scalar]) -> tuple[Moment, ...]:
         """Return the story of a finding at ``where``.
 
-        It is that of the request, if the place is one or a call of one. Otherwise it is that of
-        the server, or of all servers.
+        If the place names a request or one of its calls, that is the story of the request.
+        Otherwise it is that of the server that the place names, or of all servers.
         """
         mark = self._mark(where)
         if mark.step:

@@ -24,7 +24,7 @@ REPORT_SCHEMA = 1
 
 
 class ExitCode:
-    """Exit codes of all commands."""
+    """Exit codes of all commands; Ctrl-C ends them with 130."""
 
     PASS = 0
     FAIL = 1

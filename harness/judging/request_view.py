@@ -127,7 +127,7 @@ class RequestView:
 
     @cached_property
     def _turns(self) -> Sequence[tuple[int, ...]]:
-        """What the environment says, as the stack's limits leave it."""
+        """The answers of the environment, cut to the limits of the stack."""
         limits = self.contract.limits
         turns = self.request.turns
         return turns if limits is None else [limits.cut_answer(words) for words in turns]
@@ -152,8 +152,9 @@ class RequestView:
 
     @property
     def uncalled(self) -> bool:
-        """Whether no engine answered a call of the request, in a run of which all calls are known:
-        its sample is none of an engine (``stitch.sampled-by-engine``).
+        """Whether no engine answered a call of the request, in a run whose calls are all known.
+
+        Then no engine sampled its sample (``stitch.sampled-by-engine``).
         """
         driven = self.header is not None and self.header.case is not None
         return driven and not any(attempt.replies for attempt in self.attempts)

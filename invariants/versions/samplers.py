@@ -47,8 +47,8 @@ class Sampler:
     attempt: The index of the attempt.
     labels: The right labels (empty: the weights never had one; ``None``: unknown).
     shown: The label that the engine showed.
-    accepted: ``labels`` and what a stack cannot know better; ``None`` if no tag can be called
-        wrong.
+    accepted: ``labels``, and labels that a stack may take for right, since the engine showed them;
+        ``None`` if no tag can be called wrong.
     unlabelled: Whether the weights were loaded and never published.
     exact: Whether ``accepted`` is the truth alone.
     carried: Labels of other weights that servers still showed for these, before they got their own.

@@ -386,8 +386,8 @@ weights_staleness_bound: Check = trace_check(
 
 
 class WeightsOneVersionPerSample(EventCheck):
-    """Calls that a pause froze across the update are excused: such a pause is a choice of mixed
-    samples.
+    """Excuses calls that a pause froze across the update: whoever uses such a pause accepts samples
+    of several versions.
     """
 
     def __init__(self, context: JudgeContext) -> None:

@@ -29,8 +29,8 @@ __all__ = [
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """An update, from the request on.
+class _RequestedUpdate:
+    """An update that was requested, and what happened since.
 
     away: Servers that were dead, or out of the balancer, at some time while it ran.
     overlapped: Whether another update ran at the same time.
@@ -57,7 +57,7 @@ class _Asked:
 
     @property
     def version(self) -> Version:
-        """The weights that it asked for."""
+        """The weights that were requested."""
         return self.event.version
 
     @property
@@ -72,7 +72,7 @@ class _Stale:
     had ended; and what is known about the update by then.
     """
 
-    update: _Asked
+    update: _RequestedUpdate
     server: str
     held: Version
     admit: Admit
@@ -102,8 +102,8 @@ class WeightsUpdateLoads(EndAwareCheck):
         super().__init__(context)
         self._held: dict[str, Version] = {}
         self._out: set[str] = set()
-        self._open: list[_Asked] = []
-        self._due: dict[str, _Asked] = {}
+        self._open: list[_RequestedUpdate] = []
+        self._due: dict[str, _RequestedUpdate] = {}
         self._sent: dict[int, tuple[int, int]] = {}
         self._paused: dict[str, int] = {}
         self._stale: list[_Stale] = []
@@ -117,10 +117,11 @@ class WeightsUpdateLoads(EndAwareCheck):
             for earlier in (*self._open, *self._due.values()):
                 if _is_older(event.version, earlier.required):
                     earlier.least = event.version
-            self._open.append(_Asked(event, set(self._out), bool(self._open)))
+            self._open.append(_RequestedUpdate(event, set(self._out), bool(self._open)))
             return
-        # Without a label an update cannot be told from another one: the oldest asked for least.
-        fitting = [one for one in self._open if one.event.label == event.label]
+        # Updates without a label cannot be told apart. The oldest one requested the oldest weights,
+        # so that taking it raises no false alarm.
+        fitting = [update for update in self._open if update.event.label == event.label]
         if not fitting:
             return
         update = fitting[0]
@@ -151,7 +152,7 @@ class WeightsUpdateLoads(EndAwareCheck):
             update.loads[server] = event
             if not _is_older(event.version, update.version):
                 update.reached.add(server)
-        for stale in [one for one in self._stale if one.server == server]:
+        for stale in [stale for stale in self._stale if stale.server == server]:
             if event.version == stale.update.version:
                 self._stale.remove(stale)
                 _report_early(stale, event, out)
@@ -173,11 +174,11 @@ class WeightsUpdateLoads(EndAwareCheck):
         sent, paused = self._sent.pop(event.call_id, (-1, -1))
         server = event.server_id
         update, held = self._due.get(server), self._held.get(server)
-        # A call that was on its way when the update ended may have been sent before it was asked.
+        # A call that was on its way when the update ended may have been sent before the request.
         if update is None or (sent < update.ended and paused < update.event.index):
             return
         if _is_older(held, update.required):
-            # Only the first call is reported. What the server loads later may say more of it.
+            # Only the first call is reported. A later load of the server may name the cause.
             self._due = {name: due for name, due in self._due.items() if due is not update}
             self._stale.append(
                 _Stale(update, server, held, event, *_describe(update, server, held))
@@ -240,7 +241,7 @@ def _report_early(stale: _Stale, load: Weights, out: Collector) -> None:
     )
 
 
-def _describe(update: _Asked, server: str, held: Version) -> tuple[str, str, str]:
+def _describe(update: _RequestedUpdate, server: str, held: Version) -> tuple[str, str, str]:
     """Return title, observation and hint: why ``server`` serves older weights than ``update``."""
     load = update.loads.get(server)
     if load is not None and _is_older(load.version, update.version):
@@ -294,7 +295,7 @@ def _describe(update: _Asked, server: str, held: Version) -> tuple[str, str, str
     )
 
 
-def _other_weights(update: _Asked, load: Weights) -> tuple[str, str, str]:
+def _other_weights(update: _RequestedUpdate, load: Weights) -> tuple[str, str, str]:
     """Return title, observation and hint for a server that loaded older weights since."""
     observed = (
         f"{load.server_id} loaded version {load.version} at event {load.index}, shown as"
@@ -325,9 +326,9 @@ def _other_weights(update: _Asked, load: Weights) -> tuple[str, str, str]:
     )
 
 
-def _is_older(held: Version, asked: Version) -> bool:
+def _is_older(version: Version, other: Version) -> bool:
     """Return whether weights are known to be older than others. Only numbers have an order."""
-    return isinstance(held, int) and isinstance(asked, int) and held < asked
+    return isinstance(version, int) and isinstance(other, int) and version < other
 
 
 class WeightsNoFailureWithoutFault(EndAwareCheck):

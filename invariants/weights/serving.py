@@ -157,9 +157,9 @@ class _Serving(EventCheck):
         if all(allowed):
             # Loads before the first request are the start-up, not an update.
             first = self._updated.get(call.server, len(epochs))
-            self.served(event, call, allowed, call.epoch >= first, out)
+            self.judge_reply(event, call, allowed, call.epoch >= first, out)
 
-    def served(
+    def judge_reply(
         self,
         reply: Reply,
         call: _Running,
@@ -190,7 +190,7 @@ class WeightsServedAfterUpdate(_Serving):
     admission.
     """
 
-    def served(
+    def judge_reply(
         self,
         reply: Reply,
         call: _Running,
@@ -262,7 +262,7 @@ class WeightsNoStaleCache(_Serving):
         super().__init__(context)
         self._foreign: set[str] = set()
 
-    def served(
+    def judge_reply(
         self,
         reply: Reply,
         call: _Running,

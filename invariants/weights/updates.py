@@ -218,8 +218,8 @@ def _is_excused(harness: Weights | None, latest: Weights) -> bool:
     """
     if harness is None:
         return False
-    mine, theirs = harness.version, latest.version
-    newer = isinstance(mine, int) and isinstance(theirs, int) and mine > theirs
+    loaded, expected = harness.version, latest.version
+    newer = isinstance(loaded, int) and isinstance(expected, int) and loaded > expected
     return newer or harness.index > latest.index
 
 

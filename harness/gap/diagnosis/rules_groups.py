@@ -98,7 +98,8 @@ def replica(scene: Scene) -> Cause | None:
 def _size(apart: _Apart) -> str:
     return (
         f"{times_text(apart.typical)} times the usual |d| of tokens of similar logprob, on the"
-        f" median, {times_text(apart.ratio)} times what the others have (rank test, p = {apart.chance:.1g})"
+        f" median, {times_text(apart.ratio)} times what the others have (rank test,"
+        f" p = {apart.chance:.1g})"
     )
 
 

@@ -77,7 +77,7 @@ class _Corner:
 
     @property
     def budget(self) -> int:
-        """Tokens that a request of these families samples, where nothing else is said."""
+        """Tokens that a request samples, unless its family says otherwise."""
         limits, total = self.limits, self.limits.total
         room = None if total is None else total - len(_PROMPT)
         bounds = (6, limits.response, limits.turn_tokens, room)
@@ -91,7 +91,7 @@ class _Corner:
         turns: tuple[tuple[int, ...], ...] = (),
         **changes: Any,
     ) -> Case:
-        """Return a case of one request, unless ``changes`` has others."""
+        """Return a case of one request, unless ``changes`` replaces the requests."""
         request = Request(
             request_id="r0", prompt_ids=prompt, max_tokens=budget or self.budget, turns=turns
         )
@@ -352,8 +352,8 @@ def _balancing(corner: _Corner) -> Iterator[Case]:
 
 
 def _preempted_aborts(corner: _Corner) -> Iterator[Case]:
-    """Preempt a call that has sampled, and abort it while it waits again, beside replies that are
-    whole: SGLang answers without routes then.
+    """Preempt a call that has sampled, and abort it while it waits again, next to complete replies:
+    SGLang then answers without routes.
     """
     half = corner.budget // 2
     if corner.aborts_end or half < 2:
@@ -547,7 +547,7 @@ def _sampling(corner: _Corner) -> Iterator[Case]:
 
 
 def _groups(corner: _Corner) -> Iterator[Case]:
-    """Samples of one prompt that are asked for together, as callers do for group advantages."""
+    """Samples of one prompt that are requested together, as callers do for group advantages."""
     half = corner.budget // 2
     for size in _GROUPS:
         requests = tuple(

@@ -68,7 +68,7 @@ class SeededDraws:
         return options[self.integer(0, len(options) - 1)]
 
     def chance(self, percent: int) -> bool:
-        """True in about ``percent`` of 100 draws."""
+        """Return ``True`` in about ``percent`` of 100 draws."""
         return self._random.random() * 100 < percent
 
     def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
@@ -151,8 +151,10 @@ def draw_case(
     modes: Sequence[PauseMode] | None = None,
     limits: Limits | None = None,
 ) -> Case:
-    """One case. Swarm: the kinds of action that this case may use are drawn first, then actions
-    among them.
+    """Draw one case.
+
+    The kinds of action that the case may use are drawn first, then actions of these kinds (swarm
+    testing).
     """
     limits = limits or Limits()
     if not contract.multi_turn:
@@ -236,7 +238,7 @@ def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
 
 
 def is_allowed(kind: ActionKind, contract: Contract) -> bool:
-    """Whether the contract allows an action of a rare kind."""
+    """Return whether the contract allows an action of a rare kind."""
     if kind is ActionKind.DROP_ROUTES:
         # nothing precedes the first row, and a drawn reply may be the only one
         return contract.may_lack_routes and contract.filler is not Filler.PREVIOUS
@@ -303,7 +305,9 @@ def _token(prompt: int, place: int) -> int:
 
 
 def _request(draws: Draws, limits: Limits) -> tuple[Request, int, int | None]:
-    """Draw a request without id and prompt, its prompt's length, and which one it is a twin of."""
+    """Draw a request without id and prompt, the length of its prompt, and the number of the request
+    whose prompt it repeats, if it repeats one.
+    """
     budget = draws.integer(1, limits.response)
     stated = not draws.chance(20)
     limit = budget + draws.integer(0, 3) if stated and draws.chance(20) else None

@@ -47,7 +47,7 @@ _UPDATES = (
     ActionKind.SYNC_IDENTITY,
     ActionKind.RELABEL,
 )
-_ELSEWHERE = frozenset(
+_COVERED_ELSEWHERE = frozenset(
     {
         ActionKind.ABORT,
         ActionKind.SYNC,
@@ -57,7 +57,7 @@ _ELSEWHERE = frozenset(
         ActionKind.DROP_LOGPROBS,
     }
 )
-"""Kinds that other families, or the corner cases, have."""
+"""Kinds of action that other families or the corner cases cover."""
 _REQUEST = "r0"
 _SERVERS = ("s0", "s1")
 LATER_REQUEST = "a later request"
@@ -401,7 +401,7 @@ def _queued(plan: _Plan) -> Iterator[Case]:
 def _kinds(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
     for kind in ActionKind:
-        if kind in _ELSEWHERE:
+        if kind in _COVERED_ELSEWHERE:
             continue
         # which server lags matters only for a skew: each server in turn
         servers = _SERVERS if kind is ActionKind.SKEW else (None,)

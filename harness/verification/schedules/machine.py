@@ -96,7 +96,7 @@ _Outcome: TypeAlias = tuple[Counter[str], tuple[str, ...]]
 
 
 class _Machine(RuleBasedStateMachine):
-    """The case so far, and how many tokens of its requests running it last showed."""
+    """The case so far, and how many tokens each request sampled when it was last run."""
 
     outcome: Callable[[Case], _Outcome]
 
@@ -239,7 +239,7 @@ def _act(kind: ActionKind, limits: Limits) -> Any:
 
 
 def _sampled(trace: Trace) -> Counter[str]:
-    """How many tokens each request got, over all its calls."""
+    """Return how many tokens each request got, over all its calls."""
     owner = {event.call_id: event.request_id for event in trace.events if isinstance(event, Call)}
     out: Counter[str] = Counter()
     for event in trace.events:
