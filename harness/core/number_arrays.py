@@ -170,7 +170,8 @@ def _of_tensor(value: Any, what: str, rank: int, numbers: Numbers) -> _Array:
 def _of_dlpack(value: Any, what: str) -> _Array:
     """Return an array of another library (JAX, CuPy) through DLPack, copied to the host."""
     problem: Exception | None = None
-    for options in ({}, {"device": "cpu", "copy": True}):
+    attempts: tuple[dict[str, Any], ...] = ({}, {"device": "cpu", "copy": True})
+    for options in attempts:
         try:
             return np.array(np.from_dlpack(value, **options))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:

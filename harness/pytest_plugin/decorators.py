@@ -146,7 +146,7 @@ def _without_plugin(function: _F) -> _F:
         pytest.fail(_OFF, pytrace=False)
 
     functools.update_wrapper(plugin_is_off, function)
-    del plugin_is_off.__wrapped__  # or pytest reads the parameters of the function
+    vars(plugin_is_off).pop("__wrapped__")  # or pytest reads the parameters of the function
     return plugin_is_off  # type: ignore[return-value]  # nobody calls it but pytest
 
 
