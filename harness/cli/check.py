@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,17 +46,26 @@ def check(
         ),
     ],
     only: Only = None,
+    unfinished_ok: Annotated[
+        bool,
+        typer.Option(
+            "--unfinished-ok",
+            help="Let checks pass on what an unfinished file has: its writer runs, or was killed.",
+        ),
+    ] = False,
     json_target: JsonTarget = None,
     verbose: Verbose = False,
 ) -> int:
     """Judge recorded traces. Memory does not grow with their length.
 
-    A damaged file is judged as far as it can be read, and reported. Requests that were open at the
-    end of an unfinished file do not count as hanging.
+    A damaged file is judged as far as it can be read, and reported. In an unfinished file, which
+    lost its end or is still written, checks may fail, but pass only with --unfinished-ok; requests
+    that were open at its end do not count as hanging.
     """
     output = Output(json_target)
     traces_judged = _TraceResults(
-        Tally(default_registry().select(only) if only else default_registry())
+        Tally(default_registry().select(only) if only else default_registry()),
+        unfinished_ok=unfinished_ok,
     )
     # One tally for all files, so that a check that one file exercises is not unknown for another.
     with Meter() as meter:
@@ -82,9 +91,11 @@ class _TraceResults:
     """The results of the traces that have been judged."""
 
     tally: Tally
+    unfinished_ok: bool
+    unfinished: list[str] = field(default_factory=list)
+    """What unfinished files lack, one text a file."""
     exercised: Counter[str] = field(default_factory=Counter)
     headers: list[Header] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     errors: list[TraceError | UsageError] = field(default_factory=list)
     has_samples: bool = False
     """Whether a trace has requests, or is not about rollouts."""
@@ -110,22 +121,35 @@ class _TraceResults:
                 if reader.ending is None or reader.ending.closed:
                     judge.finish()
                 else:
-                    self.notes.append(f"{path}: {reader.ending}")
+                    self.unfinished.append(f"{path}: {reader.ending}")
         except (TraceError, UsageError) as error:
             self.errors.append(error)
 
     def report(self) -> Report:
         """Return the verdicts over all traces."""
         first = self.headers[0]
+        results = self.tally.judgement().results
+        if self.unfinished and not self.unfinished_ok:
+            results = tuple(map(self._of_a_part, results))
         return Report(
             subject=", ".join(dict.fromkeys(header.subject for header in self.headers)),
             profile=first.profile,
             seed=first.seed,
-            results=self.tally.judgement().results,
+            results=results,
             exercised=dict(sorted(self.exercised.items())),
             cases=len(self.headers),
-            notes=tuple(self.notes),
+            notes=tuple(self.unfinished),
         )
+
+    def _of_a_part(self, result: CheckResult) -> CheckResult:
+        """Return the result of a check that saw a part of a run: what it did not see may fail."""
+        if result.verdict is not Verdict.PASS:
+            return result
+        reason = (
+            "a file is unfinished, so the rest of its run was not seen (--unfinished-ok judges by"
+            " what there is)"
+        )
+        return replace(result, verdict=Verdict.UNKNOWN, reason=reason)
 
 
 def summary_lines(

@@ -444,6 +444,30 @@ def test_doctor_says_what_is_wrong(
     )
 
 
+def test_checks_pass_on_an_unfinished_trace_only_if_asked_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What a file without its end does not show may be wrong: a check that passes on the rest is
+    unknown, and one that fails fails. ``--unfinished-ok`` takes the rest for all.
+    """
+    trace = run_case(Correct, CLEAN)
+    writer = TraceWriter(tmp_path / "cut.arrow", trace.header)
+    for event in trace.events:
+        writer.append(event)
+    writer.flush()
+    (tmp_path / "killed.arrow").write_bytes((tmp_path / "cut.arrow").read_bytes())
+    writer.close()
+    arguments = ("--only", "stitch.tokens", "--only", "routes.rows")
+    assert "2 pass" in output_of(capsys, "check", "cut.arrow", *arguments, code=ExitCode.PASS)
+    killed = output_of(capsys, "check", "killed.arrow", *arguments, code=ExitCode.UNKNOWN)
+    assert "UNKNOWN  stitch.tokens: a file is unfinished" in killed
+    assert "2 unknown" in killed
+    accepted = output_of(
+        capsys, "check", "killed.arrow", *arguments, "--unfinished-ok", code=ExitCode.PASS
+    )
+    assert "The writer did not close the file" in accepted
+
+
 def test_an_unfinished_trace_blames_no_open_request(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
