@@ -60,10 +60,10 @@ def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(
     assert f"^C\n{output['end']}$" in PAGE
     check = str(output["check"])
     assert " 0 fail, " in check
-    exercised = check[check.index("  exercised\n") : check.index("checks: ")].rpartition("\n")[0]
-    assert exercised in PAGE
-    for situation in ("aborts mid-decode", "resumes", "lost replies"):
-        assert f"    {situation} ." in exercised
+    exercised = check[check.index("  exercised ") : check.index("checks: ")].rpartition("\n")[0]
+    assert " ".join(exercised.split()) in " ".join(PAGE.split())
+    for situation in ("aborts mid-decode", "resumes"):
+        assert f" {situation} 1" in exercised
 
 
 def test_its_known_bug_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
