@@ -27,6 +27,8 @@ __all__ = ["END", "Mark", "Moment", "moment_of", "request_story", "server_story"
 
 END = -1
 """The index of the moment after the last event."""
+_LONGEST = 600
+"""Characters of a moment."""
 _FIRST, _LAST = 8, 56
 """Moments of a long story that are kept: its beginning, and its end."""
 
@@ -148,8 +150,13 @@ def shortened_story(
         if left:
             out.append(_left_out(moment, left))
             left = 0
-        out.append(moment)
+        out.append(moment if len(moment.text) <= _LONGEST else _cut(moment))
     return tuple(out)
+
+
+def _cut(moment: Moment) -> Moment:
+    # a hostile name must not fill a report
+    return replace(moment, text=f"{moment.text[:_LONGEST]}...")
 
 
 def _left_out(following: Moment, count: int) -> Moment:

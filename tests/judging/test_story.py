@@ -255,6 +255,14 @@ def test_errors_of_a_stack_take_one_line() -> None:
     assert len(last) < 200
 
 
+def test_a_hostile_name_is_cut() -> None:
+    """A moment has some hundred characters, however long a name is."""
+    script = TraceScript()
+    script.submit("r" * 100_000)
+    script.result(request_id="r" * 100_000)
+    assert [603, 606] == [len(text) for text in told(script, each_request())]
+
+
 def test_a_long_story_keeps_its_ends_and_what_broke() -> None:
     """What is left out is counted, on each side of a marked event."""
     story = [Moment(index=i, time=i, text=str(i), broke=i == 5) for i in range(12)]

@@ -54,12 +54,12 @@ class _Names:
 
     def of(self, name: str) -> int:
         """Return the number of a name."""
-        return self.numbers.setdefault(name[:_NAME], len(self.numbers))
+        return self.numbers.setdefault(name, len(self.numbers))
 
     @property
     def names(self) -> list[str]:
-        """The names by number."""
-        return list(self.numbers)
+        """The names by number, each as long as a page shows it."""
+        return [name if len(name) <= _NAME else f"{name[:_NAME]}..." for name in self.numbers]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,7 +158,7 @@ def draw(
         "marks": marks,
         "bounds": bounds,
         "tokens": tokens,
-        "chosen": None if chosen is None else requests.numbers.get(chosen[:_NAME]),
+        "chosen": None if chosen is None else requests.numbers.get(chosen),
         "story": [[m["index"], m["time"], m.get("call"), bool(m.get("broke"))] for m in story],
     }
     sentences = [f"{count:,} more {what}" for what, count in left.items() if count]
@@ -235,13 +235,13 @@ def _runs(reply: Reply, versions: _Names) -> list[int]:
 
 
 def _tokens(bars: Mapping[int, _Bar], chosen: str | None) -> tuple[dict[str, Any], int]:
-    """Return ids and logprobs of the sampled tokens by call, and of how many calls they are left
-    out; of the chosen request the prompts, too.
+    """Return ids and logprobs of the sampled tokens by the place of the call in the columns, and of
+    how many calls they are left out; of the chosen request the prompts, too.
     """
     out: dict[str, Any] = {}
     left, room = 0, _TOKENS
-    ordered = sorted(bars.values(), key=lambda bar: bar.call.request_id != chosen)
-    for bar in ordered:
+    ordered = sorted(enumerate(bars.values()), key=lambda item: item[1].call.request_id != chosen)
+    for place, bar in ordered:
         if bar.reply is None or not bar.reply.output.token_ids:
             continue
         output = bar.reply.output
@@ -260,7 +260,7 @@ def _tokens(bars: Mapping[int, _Bar], chosen: str | None) -> tuple[dict[str, Any
             ]
         if own:
             entry["prompt"] = [_short(token) for token in bar.call.prompt_ids[:_PROMPT]]
-        out[str(bar.call.call_id)] = entry
+        out[str(place)] = entry
     return out, left
 
 

@@ -68,8 +68,6 @@ def route_maps(view: RequestView, where: Mapping[str, Scalar]) -> dict[str, Any]
         "differing": len(differing),
         "first": differing[0],
         "total": len(positions),
-        "layer": where.get("layer"),
-        "position": place,
         "more_layers": max(0, layers - _LAYERS),
     }
 

@@ -62,7 +62,7 @@
   const full = () => {
     const [low, high] = byTime ? [data.bounds[1], data.bounds[3]] : [data.bounds[0], data.bounds[2]];
     const room = Math.max((high - low) * 0.02, byTime ? 1e-6 : 0.5);
-    return [low - room, high + room];
+    return [low - 3 * room, high + room]; // the names of the servers are at the left
   };
   let [from, to] = [0, 1];
   const canvas = byId("lanes"), pen = canvas.getContext("2d");
@@ -273,7 +273,7 @@
     return button;
   };
   const showTokens = (i, room) => {
-    const held = data.tokens[calls.id[i]];
+    const held = data.tokens[i];
     room.replaceChildren();
     if (!held) {
       room.append(make("p", calls.sampled[i] ? "The tokens of this call are not in this page." : "It sampled no token.", "muted"));
