@@ -122,21 +122,26 @@ def _values(page: TracePage) -> dict[str, Any]:
     ]
     story = list(page.story)
     start = story[0]["time"] if story else 0.0
+    moments = [
+        {
+            "event": moment["index"] if moment["index"] >= 0 else "",
+            "time": f"+{moment['time'] - start:.3f} s" if moment["index"] >= 0 else "",
+            "text": moment["text"],
+            "broke": bool(moment.get("broke")),
+        }
+        for moment in story
+    ]
     about = "" if page.request is None else f" of {page.request}"
     return {
         "title": header.subject if finding is None else f"{finding.check}: {header.subject}",
         "facts": facts,
         "finding": None if finding is None else _finding_values(finding),
         "story_title": "What happened" if finding is not None else f"The story{about}",
-        "story": [
-            {
-                "event": moment["index"] if moment["index"] >= 0 else "",
-                "time": f"+{moment['time'] - start:.3f} s" if moment["index"] >= 0 else "",
-                "text": moment["text"],
-                "broke": bool(moment.get("broke")),
-            }
-            for moment in story
-        ],
+        "story": moments,
+        "widths": {
+            "events": max((len(str(moment["event"])) for moment in moments), default=0) + 1,
+            "times": max((len(moment["time"]) for moment in moments), default=0),
+        },
         "maps": _maps_text(page.maps),
         "left_out": "; ".join(page.drawing.left_out),
         "others": page.others[:_OTHERS],
