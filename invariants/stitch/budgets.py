@@ -183,7 +183,7 @@ def turn_lengths(view: RequestView) -> list[int]:
     return lengths
 
 
-def _finish_reason_declared(contract: Contract) -> str | None:
+def _no_finish_reason(contract: Contract) -> str | None:
     return None if contract.finish_reason else "the contract declares no finish reason"
 
 
@@ -195,7 +195,7 @@ def _finish_reason_declared(contract: Contract) -> str | None:
     ),
     needs="a delivered sample, its engine calls and replies",
     exercised_by=("ends by stop", "ends by length", "ends by abort"),
-    applies=_finish_reason_declared,
+    applies=_no_finish_reason,
 )
 def stitch_finish_reason(view: RequestView, out: Collector) -> None:
     """Compare the sample's reason with that of the last delivered reply. ``completed`` stands for
@@ -388,7 +388,7 @@ def _reason_hint(engine_reason: FinishReason | None, sample_reason: FinishReason
     ),
     needs="a delivered sample, its engine calls and replies",
     exercised_by="ends by length",
-    applies=_finish_reason_declared,
+    applies=_no_finish_reason,
 )
 def stitch_finish_length(view: RequestView, out: Collector) -> None:
     """Judge the samples that say ``length``."""
@@ -610,7 +610,7 @@ class StitchBudgetUsed(EventCheck):
 
 
 def _budgets_apart(contract: Contract) -> str | None:
-    return _finish_reason_declared(contract) or no_larger_budgets(contract, _MIN_RATIO)
+    return _no_finish_reason(contract) or no_larger_budgets(contract, _MIN_RATIO)
 
 
 stitch_budget_used: Check = trace_check(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["stitch_limits_kept"]
 
 
-def _limits_declared(contract: Contract) -> str | None:
+def _no_limits(contract: Contract) -> str | None:
     limits = contract.limits
     sizes = () if limits is None else (limits.response, limits.length, limits.turns)
     if limits is None or (limits.turn_tokens is None and not any(sizes)):
@@ -32,7 +32,7 @@ def _limits_declared(contract: Contract) -> str | None:
     ),
     needs="a contract with limits, the engine calls and a delivered sample",
     exercised_by="samples under declared limits",
-    applies=_limits_declared,
+    applies=_no_limits,
 )
 def stitch_limits_kept(view: RequestView, out: Collector) -> None:
     """Compare what the limits count in the sample. ``stitch.budget-granted`` judges a call that was

@@ -68,7 +68,7 @@ class _Scan:
     wrong: list[int] = field(default_factory=list)
 
 
-def _logprobs_declared(contract: Contract) -> str | None:
+def _no_logprobs(contract: Contract) -> str | None:
     return "the contract declares logprobs='none'" if contract.logprobs is Logprobs.NONE else None
 
 
@@ -172,7 +172,7 @@ def _scanned(view: RequestView, out: Collector) -> tuple[Delivery, _Scan] | None
     promise="Logprobs that were requested and that the engines returned are in the sample.",
     needs="a request that wants logprobs, its calls and replies, a delivered sample",
     exercised_by=("sampled tokens with a logprob", "calls that request logprobs"),
-    applies=_logprobs_declared,
+    applies=_no_logprobs,
 )
 def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
     """Check that every call requests logprobs, and that the sample has what was returned."""
@@ -245,7 +245,7 @@ def _report_lost(view: RequestView, scan: _Scan, out: Collector) -> None:
     promise="A sample that carries logprobs has exactly one per response token.",
     needs="a delivered sample with logprobs",
     exercised_by="samples with logprobs",
-    applies=_logprobs_declared,
+    applies=_no_logprobs,
 )
 def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
@@ -294,7 +294,7 @@ def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
     ),
     needs="a delivered sample with one logprob per token",
     exercised_by="sampled tokens with a logprob",
-    applies=_logprobs_declared,
+    applies=_no_logprobs,
 )
 def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
     """Report infinite and positive values."""
@@ -339,7 +339,7 @@ def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
     promise="Each logprob is the one that the engine returned with its token.",
     needs="a delivered sample with one logprob per token, and the engines' replies",
     exercised_by=("tokens of single-call samples", "tokens of resumed samples"),
-    applies=_logprobs_declared,
+    applies=_no_logprobs,
 )
 def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
     """Compare value by value with the reference stitch, up to rounding to 32 bits."""
@@ -388,7 +388,7 @@ def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
     ),
     needs="a delivered sample with one logprob per token, and the engines' replies",
     exercised_by=("sampled tokens", "tokens that came without a logprob"),
-    applies=_logprobs_declared,
+    applies=_no_logprobs,
 )
 def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
     """Check the tokens for which the engine returned no logprob."""

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-def _declared(contract: Contract) -> str | None:
+def _no_mask(contract: Contract) -> str | None:
     return None if contract.loss_mask else "the contract declares no loss mask"
 
 
@@ -35,7 +35,7 @@ def _declared(contract: Contract) -> str | None:
     promise="A declared loss mask is present and holds one 0 or 1 per response token.",
     needs="a delivered sample",
     exercised_by="samples with a loss mask",
-    applies=_declared,
+    applies=_no_mask,
 )
 def stitch_mask_shape(view: RequestView, out: Collector) -> None:
     """Check presence, length and values of the mask."""
@@ -93,7 +93,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
     ),
     needs="a multi-turn sample with a loss mask",
     exercised_by="tokens of the environment",
-    applies=_declared,
+    applies=_no_mask,
 )
 def stitch_mask_environment(view: RequestView, out: Collector) -> None:
     """Check the mask of every token that no policy sampled."""
@@ -124,10 +124,10 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
         )
 
 
-def _sampled_declared(contract: Contract) -> str | None:
+def _mask_not_judged(contract: Contract) -> str | None:
     if MaskedTokens.ANY in (contract.masked or ()):
         return "the contract lets any token be masked out (masked='any')"
-    return _declared(contract)
+    return _no_mask(contract)
 
 
 @request_check(
@@ -138,7 +138,7 @@ def _sampled_declared(contract: Contract) -> str | None:
     ),
     needs="a delivered sample with a loss mask, its engine calls and replies",
     exercised_by=("sampled tokens with loss mask 1", "sampled tokens masked out as declared"),
-    applies=_sampled_declared,
+    applies=_mask_not_judged,
 )
 def stitch_mask(view: RequestView, out: Collector) -> None:
     """Check the mask of every token that the policy sampled."""
