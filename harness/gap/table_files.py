@@ -77,11 +77,9 @@ def _arrow(path: Path, choose: Callable[[Any], list[str]], mark: bytes) -> Any:
         if mark == _ARROW:
             file = pa.ipc.open_file(source)
             batches = (file.get_batch(i) for i in range(file.num_record_batches))
-            schema = file.schema
-        else:
-            batches = stream = pa.ipc.open_stream(source)
-            schema = stream.schema
-        return _joined(path, schema, choose(schema), batches)
+            return _joined(path, file.schema, choose(file.schema), batches)
+        stream = pa.ipc.open_stream(source)
+        return _joined(path, stream.schema, choose(stream.schema), stream)
 
 
 def _joined(path: Path, schema: Any, names: list[str], batches: Iterable[Any]) -> Any:
