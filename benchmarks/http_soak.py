@@ -34,7 +34,7 @@ import orjson
 
 from rollproof import Request, Rollout
 from rollproof.fakes.http.client import HttpClient
-from rollproof.fakes.http.trace_client import TraceClient
+from rollproof.fakes.http.trace_client import Teller
 
 GOAL = 10e6
 """Bytes by which a server may grow after its fifth minute."""
@@ -59,7 +59,7 @@ class Load:
     def __init__(self, server: str, port: int) -> None:
         self.server, self._port = server, port
         self._http = HttpClient(port)
-        self._teller = TraceClient(f"http://127.0.0.1:{port}")
+        self._teller = Teller(f"http://127.0.0.1:{port}")
         self._random = random.Random(server)
         self._ids = itertools.count()
         self._path = "/generate" if server == "sglang" else "/inference/v1/generate"

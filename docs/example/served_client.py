@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollproof import Request, Rollout
-from rollproof.fakes.http.trace_client import TraceClient
+from rollproof.fakes.http.trace_client import Teller
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
 
@@ -77,7 +77,7 @@ def rollout(request: Request) -> Rollout:
 
 
 if __name__ == "__main__":
-    reporter = TraceClient(URL)
+    teller = Teller(URL)
     request = Request(request_id="r1", prompt_ids=(5, 6, 7, 8), max_tokens=8)
-    reporter.submit(request)  # before its first call
-    reporter.result(rollout(request))
+    teller.submit(request)  # before its first call
+    teller.result(rollout(request))

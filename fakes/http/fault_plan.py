@@ -136,7 +136,7 @@ class WireFault:
             raise UsageError("This fault cannot be planned:\n  - " + "\n  - ".join(problems))
 
     def concerns(self, path: str) -> bool:
-        """Return whether a request to ``path`` matches; those of ``TraceClient`` never do."""
+        """Return whether a request to ``path`` matches; those of ``Teller`` never do."""
         # what a stack reports is not part of the wire that is tested
         if path.startswith("/rollproof/"):
             return False

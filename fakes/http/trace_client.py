@@ -2,10 +2,10 @@
 
 ::
 
-    reporter = TraceClient("http://127.0.0.1:30000")
-    reporter.submit(request)  # before the first call
-    ... the stack's own calls, with reporter.headers(request_id) if its client takes headers
-    reporter.result(rollout)  # or reporter.ended("r1", error="...")
+    teller = Teller("http://127.0.0.1:30000")
+    teller.submit(request)                            # before the first call
+    ... the stack's own calls, with teller.headers(request_id) if its client takes headers
+    teller.result(rollout)                            # or teller.ended("r1", error="...")
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rollproof.errors import UsageError
 from rollproof.fakes.http.engine_backend import OWNER_HEADER
 from rollproof.store.json_format import wire_of
 
-__all__ = ["TraceClient"]
+__all__ = ["Teller"]
 
 
-class TraceClient:
+class Teller:
     """Reports to the server at ``url``. Methods block.
 
     Args:
@@ -45,7 +45,7 @@ class TraceClient:
         self._timeout = timeout
 
     def submit(self, request: Request) -> None:
-        """Report that a caller submits ``request`` to the stack."""
+        """Report that the stack was handed ``request``."""
         self._report(
             "submit", wire_of(Submit(request=validate_request(request, "The caller of submit()")))
         )
@@ -100,7 +100,7 @@ def _address(url: object) -> str:
         sound = False
     if not sound or any(char.isspace() for char in str(url)):
         raise UsageError(
-            "TraceClient takes the address of the server, such as http://127.0.0.1:30000, not"
+            "Teller takes the address of the server, such as http://127.0.0.1:30000, not"
             f" {show(url)}."
         )
     return str(url).rstrip("/")

@@ -2,7 +2,7 @@
 
 ``POST /rollproof/submit`` takes a request, ``POST /rollproof/result`` a sample, both in the JSON
 form of the trace's events. The checks of samples need them in the server's trace.
-``rollproof.fakes.http.trace_client.TraceClient`` is a client.
+``rollproof.fakes.http.trace_client.Teller`` is a client.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ _SAMPLE_DATA = ("Submit", "Result", "samples")
 """Words in the ``needs`` of checks that judge requests and samples."""
 _NEXT = (
     "  next: have your stack report its requests and samples. Start the server with `rollproof"
-    " serve --contract FILE`, and report to it with rollproof.fakes.http.trace_client.TraceClient,"
-    " or POST /rollproof/submit and /rollproof/result (docs/entry-points.md, A fake engine behind"
+    " serve --contract FILE`, and report to it with rollproof.fakes.http.trace_client.Teller, or"
+    " POST /rollproof/submit and /rollproof/result (docs/entry-points.md, A fake engine behind"
     " HTTP). A stack in Python needs no server: rollproof.record(...) or @rollproof.conformance."
 )
 

@@ -20,7 +20,7 @@ from rollproof.core.records import FinishReason, Request, Rollout
 from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.serve_options import ServeOptions
-from rollproof.fakes.http.trace_client import TraceClient
+from rollproof.fakes.http.trace_client import Teller
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
@@ -72,7 +72,7 @@ class Client:
         try:
             path, body = self._request_to(prompt, budget)
             with self.server.client.stream(
-                "POST", path, json=body, headers=dict(TraceClient.headers(request.request_id))
+                "POST", path, json=body, headers=dict(Teller.headers(request.request_id))
             ) as reply:
                 for number, event in enumerate(_events(reply)):
                     if number == leave:
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_a_stream_may_retain_its_tokens_or_start_again(
     samples pass.
     """
     with served(server_kind, options) as server:
-        reporter = TraceClient(server.url)
+        teller = Teller(server.url)
         for number, leave in enumerate((0, 1, 3, 20, 38)):
             request = Request(
                 request_id=f"r{number}",
@@ -143,9 +143,9 @@ def test_a_client_that_leaves_a_stream_may_retain_its_tokens_or_start_again(
                 max_tokens=BUDGET,
                 want_routes=False,
             )
-            reporter.submit(request)
+            teller.submit(request)
             client = Client(server, server_kind, incremental=options.incremental)
-            reporter.result(client.rollout(request, leave=leave, again=again))
+            teller.result(client.rollout(request, leave=leave, again=again))
         judgement, events = judged(server, options)
     assert () == judgement.failed, [
         result.findings for result in judgement.results if result.findings
@@ -171,7 +171,7 @@ def test_a_client_whose_stream_is_broken_may_retain_its_tokens_or_start_again(
     """A planned fault of the wire; a reset may take along what had been sent before it."""
     plan = FaultPlan.from_dict({"faults": [{"do": kind, "nth": [1, 3], "keep": 0.6}]})
     with served(server_kind, options, plan=plan) as server:
-        reporter = TraceClient(server.url)
+        teller = Teller(server.url)
         for number in range(2):
             request = Request(
                 request_id=f"r{number}",
@@ -179,8 +179,8 @@ def test_a_client_whose_stream_is_broken_may_retain_its_tokens_or_start_again(
                 max_tokens=BUDGET,
                 want_routes=False,
             )
-            reporter.submit(request)
-            reporter.result(
+            teller.submit(request)
+            teller.result(
                 Client(server, server_kind, incremental=options.incremental).rollout(
                     request, leave=None, again=again
                 )
@@ -225,12 +225,12 @@ def test_a_client_with_wrong_tokens_of_a_broken_stream_is_detected(wrong: str) -
             )
 
     with served("sglang", SGLANG) as server:
-        reporter = TraceClient(server.url)
+        teller = Teller(server.url)
         request = Request(
             request_id="r0", prompt_ids=(11, 12, 13), max_tokens=BUDGET, want_routes=False
         )
-        reporter.submit(request)
-        reporter.result(
+        teller.submit(request)
+        teller.result(
             Wrong(server, "sglang", incremental=False).rollout(request, leave=6, again=False)
         )
         judgement, _ = judged(server, SGLANG)

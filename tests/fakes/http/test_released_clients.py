@@ -15,7 +15,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.records import FinishReason, Request, Rollout
 from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.serve_options import ServeOptions
-from rollproof.fakes.http.trace_client import TraceClient
+from rollproof.fakes.http.trace_client import Teller
 from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
 from tests.fakes.http.test_trace_endpoints import OPTIONS
@@ -49,7 +49,7 @@ def trl_client(url: str) -> Any:
 
 def judgement(server: Served, requests: list[Request], answer: Any) -> Any:
     """The verdicts of a client's answer to these requests, one sample each."""
-    reporter = TraceClient(server.url)
+    teller = Teller(server.url)
     for number, request in enumerate(requests):
         logprobs = [values[0] for values in answer["logprobs"][number]]
         assert [[token] for token in answer["completion_ids"][number]] == answer[
@@ -62,7 +62,7 @@ def judgement(server: Served, requests: list[Request], answer: Any) -> Any:
             finish_reason=FinishReason.LENGTH,
             logprobs=np.array(logprobs),
         )
-        reporter.result(rollout)
+        teller.result(rollout)
     return judge(server.do(lambda: server.backend.recorder.trace(EngineBackend.header(VLLM))))
 
 
@@ -84,7 +84,7 @@ def test_trls_client_reads_replies_correctly(chat: bool) -> None:
     with served("vllm", VLLM) as server:
         client = trl_client(server.url)
         for request in requests:
-            TraceClient(server.url).submit(request)
+            Teller(server.url).submit(request)
         if chat:
             words = [
                 [{"role": "user", "content": " ".join(f"w{token}" for token in request.prompt_ids)}]

@@ -15,7 +15,7 @@ from rollproof.core.records import Request
 from rollproof.fakes.http.gateway import RouterKind
 from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import routing
-from rollproof.fakes.http.trace_client import TraceClient
+from rollproof.fakes.http.trace_client import Teller
 from tests.fakes.http.served import Served, running
 
 PROMISED: dict[str, Any] = {
@@ -96,11 +96,11 @@ def test_samples_are_reported_to_the_router(kind: RouterKind) -> None:
     options = ServeOptions(flavour="sglang", contract=Contract(rows="none", **PROMISED))
     with running(lambda: routing("sglang", options, 2, kind)) as router:
         first = next(iter(router.backend.values()))
-        reporter = TraceClient(router.url)
-        reporter.submit(Request(request_id="r0", prompt_ids=(5, 6, 7), max_tokens=2))
+        teller = Teller(router.url)
+        teller.submit(Request(request_id="r0", prompt_ids=(5, 6, 7), max_tokens=2))
         assert 200 == router.client.post("/generate", json=BODY).status_code
         router.do(first.engine.kill)
-        reporter.ended("r0")
+        teller.ended("r0")
         events = router.do(lambda: first.recorder.events)
     assert ["submit", "call", "result"] == [
         event.kind for event in events if event.kind in ("submit", "call", "result")

@@ -28,7 +28,7 @@ from rollproof.core.records import FinishReason, Request, Rollout
 from rollproof.errors import UsageError
 from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.serve_options import ServeOptions
-from rollproof.fakes.http.trace_client import TraceClient
+from rollproof.fakes.http.trace_client import Teller
 from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
 
@@ -121,15 +121,15 @@ def test_samples_that_are_told_are_judged() -> None:
     and found right.
     """
     with served("sglang", OPTIONS) as server:
-        reporter = TraceClient(server.url)
+        teller = Teller(server.url)
         for number, cut in enumerate((False, True)):
             request = Request(
                 request_id=f"r{number}",
                 prompt_ids=(11 + number, 12, 13),
                 max_tokens=120 if cut else 6,
             )
-            reporter.submit(request)
-            reporter.result(rolled(server, request, cut=cut))
+            teller.submit(request)
+            teller.result(rolled(server, request, cut=cut))
         judgement = judged(server)
         events = server.do(lambda: server.backend.recorder.events)
     passed = {result.id for result in judgement.results if result.verdict == "pass"}
@@ -148,10 +148,10 @@ def test_samples_that_are_told_are_judged() -> None:
 def test_a_fault_in_a_reported_sample_is_detected() -> None:
     """Routes concatenated on resume."""
     with served("sglang", OPTIONS) as server:
-        reporter = TraceClient(server.url)
+        teller = Teller(server.url)
         request = Request(request_id="r0", prompt_ids=(11, 12, 13), max_tokens=120)
-        reporter.submit(request)
-        reporter.result(rolled(server, request, cut=True, wrong=True))
+        teller.submit(request)
+        teller.result(rolled(server, request, cut=True, wrong=True))
         assert "routes.rows" in judged(server).failed
 
 
@@ -161,17 +161,17 @@ def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
     """
     send = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
     with served("sglang", OPTIONS) as server:
-        reporter = TraceClient(server.url)
+        teller = Teller(server.url)
         server.client.post("/generate", json={**send, "rid": "unknown"})
-        reporter.submit(Request(request_id="a", prompt_ids=(5, 6), max_tokens=9))
-        reporter.submit(Request(request_id="b", prompt_ids=(5, 6, 7), max_tokens=9))
+        teller.submit(Request(request_id="a", prompt_ids=(5, 6), max_tokens=9))
+        teller.submit(Request(request_id="b", prompt_ids=(5, 6, 7), max_tokens=9))
         server.client.post("/generate", json={**send, "rid": "x"})
         server.client.post("/generate", json={**send, "rid": "a"})
         server.client.post(
-            "/generate", json={**send, "rid": "y"}, headers=dict(reporter.headers("a"))
+            "/generate", json={**send, "rid": "y"}, headers=dict(teller.headers("a"))
         )
-        reporter.ended("a", error="TimeoutError: slow")
-        reporter.ended("b")
+        teller.ended("a", error="TimeoutError: slow")
+        teller.ended("b")
         cut = _aborted(
             server, {**send, "rid": "c1", "sampling_params": {"max_new_tokens": 4000}}, 2
         )
@@ -197,23 +197,23 @@ def test_invalid_reports_are_refused_with_the_reason() -> None:
         served("sglang") as server,
         pytest.raises(UsageError, match="start the server with --contract"),
     ):
-        TraceClient(server.url).submit(submitted)
+        Teller(server.url).submit(submitted)
     with served(
         "vllm",
         ServeOptions(
             flavour="vllm", contract=Contract(**{**CONTRACT, "dtype": "uint8", "logprobs": "raw"})
         ),
     ) as server:
-        reporter = TraceClient(server.url)
-        reporter.submit(submitted)
+        teller = Teller(server.url)
+        teller.submit(submitted)
         with pytest.raises(UsageError, match="submitted before"):
-            reporter.submit(submitted)
+            teller.submit(submitted)
         with pytest.raises(UsageError, match="is not open"):
-            reporter.ended("b")
+            teller.ended("b")
         reply = server.client.post("/rollproof/result", json={"request_id": "a", "rollout": 3})
         assert (400, True) == (reply.status_code, "This is no result" in reply.text)
     with pytest.raises(UsageError, match="cannot be reached"):
-        TraceClient("http://127.0.0.1:1").submit(submitted)
+        Teller("http://127.0.0.1:1").submit(submitted)
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,8 @@ def test_invalid_reports_are_refused_with_the_reason() -> None:
 )
 def test_a_reporter_takes_an_address(url: Any) -> None:
     """Anything else is refused at once, and not with the words of urllib at the first report."""
-    with pytest.raises(
-        UsageError, match="TraceClient takes the address of the server, such as http://"
-    ):
-        TraceClient(url)
+    with pytest.raises(UsageError, match="Teller takes the address of the server, such as http://"):
+        Teller(url)
 
 
 @contextmanager
@@ -272,8 +270,8 @@ def test_a_signal_ends_serve_quietly_and_its_trace_is_complete(
         "0.01",
     ) as (process, url):
         request = Request(request_id="r0", prompt_ids=(11, 12, 13), max_tokens=2)
-        reporter = TraceClient(url)
-        reporter.submit(request)
+        teller = Teller(url)
+        teller.submit(request)
 
         async def hang() -> None:
             host, port = url.removeprefix("http://").split(":")
