@@ -83,6 +83,10 @@ class Contract:
     or two fields contradict each other.
 
     Attributes:
+        abort_surfaces: Whether a sample that an abort cut off may reach the caller as it is, with
+            finish reason ``abort`` (SkyRL). Otherwise it is resumed until it ends, or
+            ``partial_off`` says what becomes of it.
+        kv_policy: What becomes of KV that older weights wrote when a server loads new ones.
         multi_turn: Whether the subject drives ``Request.turns``: it appends the environment's
             tokens after each natural end of the model's turn.
         answer_template: Whether the calls of a multi-turn subject carry tokens of a chat template
@@ -107,9 +111,16 @@ class Contract:
             sample holds in place of their rows. ``missing_logprobs`` says how it marks the tokens.
         pad_id: The token with which the stack pads. Cases in which samples contain it (an end of
             sequence, most often) use it; ``None``: 0.
+        final_row: What the row of the last sampled token holds, which no forward computed; with
+            ``rows="T"`` only (NeMo-RL: ``arange``).
+        layer_axis: Which layers the second axis of ``routes`` counts.
         moe_layers: Global layer indexes, ascending.
+        filler: What a row holds that no forward captured, other than the last token's: that of an
+            environment's token after which no call came, or of a reply without routes. ``none``:
+            every row was captured.
         dtype: A numpy name such as ``"uint8"``, or several joined by ``|`` if the engine chooses by
             the number of experts.
+        provenance: Which call's forward computed a row of a resumed sample.
         engine: The terms of an engine's calls, if the subject is an engine.
         replay: The terms of a trainer with routing replay. ``rollproof.core.trainer_contract``
             makes the contract of one.

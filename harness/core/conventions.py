@@ -40,8 +40,11 @@ class Filler(StrEnum):
     """The content of a row that no forward captured."""
 
     NONE = "none"
+    """There is no such row."""
     MINUS_ONE = "minus-one"
+    """-1, top_k times: no expert's id."""
     ARANGE = "arange"
+    """0 to top_k-1: legal, distinct ids (NeMo-RL)."""
     ZEROS = "zeros"
     """Expert 0, top_k times: a legal id, so a trainer replays it. Allowed, and flagged."""
     PREVIOUS = "previous"
@@ -52,17 +55,22 @@ class LayerAxis(StrEnum):
     """Which layers the second axis of ``routes`` counts."""
 
     ALL = "all"
-    """Every hidden layer; the columns of dense layers hold no capture."""
+    """Every hidden layer, so ``num_layers`` columns; those of dense layers hold no capture (vLLM,
+    SGLang).
+    """
     MOE = "moe"
-    """MoE layers only, in order."""
+    """MoE layers only, in order, so ``len(moe_layers)`` columns."""
 
 
 class ResumeBy(StrEnum):
     """Who continues a request after an abort or a pause."""
 
     CLIENT = "client"
+    """The stack calls an engine again, with the prompt and the tokens that it has (verl, AReaL)."""
     ENGINE = "engine"
+    """The engine: a pause freezes its calls, and they go on afterwards (SkyRL, prime-rl)."""
     NONE = "none"
+    """Nobody: an aborted sample is over."""
 
 
 class Provenance(StrEnum):
@@ -80,15 +88,21 @@ class Versions(StrEnum):
     """The finest weight-version tag that a sample carries."""
 
     NONE = "none"
+    """A sample carries no version."""
     SAMPLE = "sample"
+    """One for all tokens of the sample (TRL)."""
     MIN_MAX = "min-max"
+    """The lowest and the highest of those that sampled its tokens (verl)."""
     BOUNDS = "bounds"
     """A minimum and a maximum that enclose the versions that sampled the tokens, and may be wider:
     counters of the trainer's side, read when the rollout began and when it ended (prime-rl's
     ``PolicySpan``)."""
     CALL = "call"
+    """One for each engine call that sampled tokens (slime)."""
     SPAN = "span"
+    """One for each run of tokens that the same weights sampled."""
     TOKEN = "token"
+    """One for each response token (AReaL)."""
 
 
 class TagRead(StrEnum):
@@ -104,9 +118,19 @@ class Logprobs(StrEnum):
     """What a rollout logprob is the logarithm of."""
 
     NONE = "none"
+    """Samples carry no logprobs."""
     RAW = "raw"
+    """The token's probability by the logits before the temperature, among all tokens (vLLM's
+    ``raw_logprobs``, its default).
+    """
     TEMPERATURE_SCALED = "temperature-scaled"
+    """The probability by the logits divided by the temperature, among all tokens (SGLang's
+    default).
+    """
     PROCESSED = "processed"
+    """The probability with which the token was drawn: after temperature, penalties, top_k, top_p
+    and min_p (vLLM's ``processed_logprobs``).
+    """
 
 
 class MissingLogprobs(StrEnum):
@@ -152,8 +176,12 @@ class KvPolicy(StrEnum):
     """What happens to the KV cache of older weights at a weight update."""
 
     RECOMPUTE = "recompute"
+    """It is not used again: what is resumed is prefilled by the new weights (verl)."""
     # the logprobs are then of no policy: on vLLM they were 4 nats from those of either weights
     KEEP = "keep"
+    """Later tokens attend to it: calls go on across an update with the KV that they have (SkyRL,
+    prime-rl).
+    """
 
 
 class PartialOff(StrEnum):

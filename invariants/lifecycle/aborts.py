@@ -45,8 +45,8 @@ class _OpenCall:
     request: Its request.
     server: Its server.
     caused: Whether something that aborts calls reached it.
-    near: An abort of another call that may have hit it.
     certain: Whether it belongs to a request, at least by the task that made it.
+    suspect: An abort of another call that may have hit it.
     """
 
     request: str
