@@ -206,6 +206,16 @@ def test_calls_end_in_the_last_places_of_the_context(flavour: str) -> None:
     assert len(totals) == result.exercised["calls that ended in the last 10 places"]
 
 
+@pytest.mark.parametrize(("free", "counted"), [(10, False), (9, True)])
+def test_the_last_places_are_ten(free: int, counted: bool) -> None:
+    """A call that leaves ten places free says nothing about the end of the context."""
+    trace = _trace("limit")
+    # the longest call of this trace fills its 256 places
+    wider = _with_terms(trace, max_length=256 + free)
+    exercised = _judged(wider, "engine.length").exercised
+    assert counted == ("calls that ended in the last 10 places" in exercised)
+
+
 def test_a_call_beyond_the_context_fails() -> None:
     """One token is enough."""
     longer = _replies(
@@ -234,10 +244,22 @@ def test_equal_samples_fail_unless_they_are_probable() -> None:
     alike = _replies(trace, lambda _, output: replace(output, token_ids=first.token_ids))
     result = _judged(alike, "engine.samples")
     assert "two samples of one call are the same" == result.findings[0].title
-    certain = _replies(
-        alike, lambda _, output: replace(output, logprobs=np.full(len(output.token_ids), -0.01))
-    )
-    assert Verdict.UNKNOWN is _judged(certain, "engine.samples").verdict
+
+    def drawn_with(logprob: float) -> Verdict:
+        """Return the verdict if each sample has this logprob in all."""
+        return _judged(
+            _replies(
+                alike,
+                lambda _, output: replace(
+                    output, logprobs=np.array([logprob] + [0.0] * (len(output.token_ids) - 1))
+                ),
+            ),
+            "engine.samples",
+        ).verdict
+
+    assert Verdict.UNKNOWN is drawn_with(-0.1)
+    assert Verdict.UNKNOWN is drawn_with(-13.8)
+    assert Verdict.FAIL is drawn_with(np.nextafter(-13.8, -14))
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,27 @@ class TestRetries:
         call = script.call((1, 2, 5, 6))
         passes(self.ID, script.reply(call, (3, 4)).result((5, 6, 3, 4)))
 
+    def test_an_empty_reply_was_not_used_next_to_a_late_one(self) -> None:
+        """A late reply in place of the resumed call's is one reply, and the family stitch judges
+        it.
+        """
+        script = _open()
+        late, retry = script.call((1, 2)), script.call((1, 2), server="s1")
+        script.reply(retry, (9,), reason="abort")
+        resumed = script.call((1, 2, 9), server="s1")
+        script.reply(late, (3, 4), reason="stop").reply(resumed, (), reason="abort")
+        passes(self.ID, script.result((9, 3, 4)), replies_after_a_retry=1)
+
+    def test_a_resume_that_outruns_its_hedge_passes(self) -> None:
+        """The stack saw tokens of a stream, resumed from them, and sent the prompt again to be
+        safe: the stream and its resume are one sequence.
+        """
+        script = _open()
+        stream, resumed = script.call((1, 2)), script.call((1, 2, 3, 4), server="s1")
+        script.call((1, 2), server="s2")
+        script.reply(stream, (3, 4), reason="abort").reply(resumed, (5, 6), reason="stop")
+        passes(self.ID, script.result((3, 4, 5, 6)), replies_after_a_retry=2)
+
     def test_a_late_reply_of_another_request_is_found(self) -> None:
         """It was matched by order of arrival."""
         script = TraceScript()

@@ -297,6 +297,25 @@ class TestFinishLength:
 
     ID = "stitch.finish-length"
 
+    @pytest.mark.parametrize(("budget", "found"), [(3, False), (4, True)])
+    def test_an_answer_that_leaves_no_room_ends_a_conversation(
+        self, budget: int, found: bool
+    ) -> None:
+        """A turn of one token and an answer of two fill a budget of three, so that no token could
+        follow; in a budget of four one could.
+        """
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop"),
+            budget=budget,
+            request={"turns": ((91, 92),)},
+            sample={"finish_reason": FinishReason.LENGTH},
+            multi_turn=True,
+        )
+        if found:
+            assert "The sample says length after 1 token of 4" == finds(self.ID, story).title
+        else:
+            passes(self.ID, story, ends_by_length=1)
+
     def _story(self, *parts: ScriptedCall, budget: int | None = 8) -> TraceScript:
         return script_rollout(*parts, budget=budget, sample={"finish_reason": FinishReason.LENGTH})
 

@@ -320,6 +320,17 @@ class TestAtOnce:
             == finding.observed
         )
 
+    def test_the_last_load_of_the_newer_weights_is_named(self) -> None:
+        """A repeated load is the one that the older update came after."""
+        script = _fleet().pause().pause().weights(2).weights(2).weights(1).resume().resume()
+        assert "version 2, loaded at event 6, stays on s0" == finds(self.NEWEST, script).expected
+
+    def test_one_load_is_no_overlap(self) -> None:
+        """Without pauses two loads show that both updates ran, and a single one does not."""
+        script = _fleet(case={"actions": ({"do": "sync-twice"},)}).weights(1)
+        unknown(self.NEST, script, "not exercised")
+        unknown(self.NEWEST, script, "not exercised")
+
     def test_a_roll_back_is_nobodys_fault(self) -> None:
         """Restoring older weights is a decision, unless two updates overlapped."""
         unknown(self.NEWEST, _fleet().weights(2).weights(1), "not exercised")
