@@ -1,0 +1,292 @@
+"""Checks on the ends of samples: whether a sample says why it ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.core.limits import RolloutLimits
+from rollproof.core.records import FinishReason
+from rollproof.invariants._shared.delivery import (
+    Delivery,
+    delivery,
+    missing_reason,
+    reliable_delivery,
+)
+from rollproof.invariants._shared.end_tokens import ends_with_eos
+from rollproof.invariants._shared.phrases import call_id, count
+from rollproof.invariants.stitch.budgets import no_finish_reason, turn_lengths
+from rollproof.judging.checks import Collector, request_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.request_view import RequestView
+
+__all__ = ["stitch_finish_length", "stitch_finish_reason"]
+
+_NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
+
+
+@request_check(
+    "stitch.finish-reason",
+    promise=(
+        "A sample has the finish reason that its engine returned: an abort is never shown as"
+        " a natural end, nor a stop as a truncation."
+    ),
+    needs="a delivered sample, its engine calls and replies",
+    exercised_by=("ends by stop", "ends by length", "ends by abort"),
+    applies=no_finish_reason,
+)
+def stitch_finish_reason(view: RequestView, out: Collector) -> None:
+    """Compare the sample's reason with that of the last delivered reply. ``completed`` stands for
+    ``stop`` and ``length``.
+    """
+    delivered = delivery(view)
+    if delivered is None or not (delivered.reliable or _ended_without_call(view, delivered)):
+        out.absent(delivered.reason if delivered else missing_reason(view))
+        return
+    engine_reason, sample_reason = (
+        delivered.reference.finish_reason,
+        delivered.rollout.finish_reason,
+    )
+    if engine_reason is not None:
+        out.exercised(
+            "ends by abort"
+            if engine_reason is FinishReason.ABORT
+            else "ends by length"
+            if engine_reason is FinishReason.LENGTH
+            else "ends by stop"
+        )
+    if _reason_is_right(view, delivered, engine_reason, sample_reason):
+        return
+    observed = (
+        f"finish reason {sample_reason!s}" if sample_reason is not None else "no finish reason"
+    )
+    number = delivered.reference.last
+    last = None if number is None else call_id(view, number)
+    out.finding(
+        _reason_title(engine_reason, sample_reason),
+        expected=(
+            f"{engine_reason!s}, as the engine returned"
+            if engine_reason is not None
+            else "abort or error: no engine answered"
+        ),
+        observed=observed
+        + (f"; the last reply is that to call {last}" if engine_reason is not None else ""),
+        where=view.place(call=last),
+        hint=_reason_hint(engine_reason, sample_reason),
+    )
+
+
+def _ended_without_call(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether a sample without tokens ends naturally although no engine was called."""
+    # A call may have been attributed to another request of a group, whose members share a prompt.
+    all_calls_recorded = (
+        view.header is not None and view.header.case is not None and view.request.group is None
+    )
+    return (
+        all_calls_recorded
+        and not view.attempts
+        and not delivered.rollout.response_ids
+        and delivered.rollout.finish_reason in _NATURAL
+    )
+
+
+def _reason_is_right(
+    view: RequestView,
+    delivered: Delivery,
+    engine_reason: FinishReason | None,
+    sample_reason: FinishReason | None,
+) -> bool:
+    if sample_reason is not None and sample_reason == engine_reason:
+        return True
+    if sample_reason is None:
+        return False
+    # Whether a limit counts one turn, all turns or the environment's tokens too is not declared:
+    # the widest reading raises no false alarm.
+    exhausted = _exhausted(view, delivered)
+    unanswered = any(
+        attempt.number > (delivered.reference.last if delivered.reference.last is not None else -1)
+        for attempt in view.attempts
+    )
+    # No reply arrived: only an abort, an error or a used-up budget is a truthful reason.
+    if engine_reason is None:
+        return sample_reason in (FinishReason.ABORT, FinishReason.ERROR) or exhausted
+    if sample_reason == FinishReason.LENGTH and not exhausted:
+        return True  # stitch.finish-length reports it
+    cut = delivered.count < len(delivered.reference.response_ids) or any(
+        run.attempt < 0 for run in delivered.reference.runs
+    )
+    if sample_reason == FinishReason.LENGTH and cut:
+        return True
+    if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        ended = sample_reason in (FinishReason.LENGTH, FinishReason.COMPLETED) and exhausted
+        given_up = sample_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        return ended or given_up or (sample_reason in _NATURAL and _ends_with_eos(view, delivered))
+    # The stack may have given up a later call that was never answered.
+    if sample_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return unanswered
+    return FinishReason.COMPLETED in (sample_reason, engine_reason)
+
+
+def _exhausted(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether the budget is used up: by the last turn, by all turns, or by the response with
+    the environment's tokens.
+    """
+    # A budget may be per turn or for all turns; both are checked.
+    lengths = turn_lengths(view)
+    longest = max(lengths[-1], sum(lengths), len(delivered.rollout.response_ids))
+    return any(longest >= bound for bound in _bounds(view))
+
+
+def _bounds(view: RequestView) -> list[int]:
+    """Return the limits of a response: the request's, and those that the contract declares."""
+    limits = view.contract.limits or RolloutLimits()
+    total = None if limits.total is None else limits.total - len(view.request.prompt_ids)
+    declared = [bound for bound in (limits.response, total) if bound is not None]
+    return [*view.request.bounds, *declared]
+
+
+def _ended_by_limit(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether a limit ended the conversation after a natural end of a turn: that of turns,
+    or one that the next words of the environment would have reached.
+    """
+    limits, answered = view.contract.limits or RolloutLimits(), len(delivered.reference.answers)
+    if limits.turns is not None and answered + 1 >= limits.turns:
+        return True
+    if answered >= len(view.request.turns):
+        return False
+    words = limits.cut_answer(view.request.turns[answered])
+    used = len(delivered.rollout.response_ids) + len(words)
+    return any(used >= bound for bound in _bounds(view))
+
+
+def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether a token that ends a call comes last, so that a stack may rightly call an abort
+    a natural end.
+    """
+    last = delivered.rollout.response_ids[-1:]
+    eos = getattr(view.oracle, "eos_id", None)
+    if eos is not None and last == (eos,):
+        return True
+    if delivered.reference.last is None:
+        return False
+    attempt = view.attempts[delivered.reference.last]
+    reply = attempt.consumed
+    return (
+        reply is not None and last == reply.output.token_ids[-1:] and ends_with_eos(view, attempt)
+    )
+
+
+def _reason_title(engine_reason: FinishReason | None, sample_reason: FinishReason | None) -> str:
+    if sample_reason is None:
+        return "The sample carries no finish reason"
+    if engine_reason is None:
+        return f"The sample ends by {sample_reason!s}, although no engine ever answered"
+    if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return f"An aborted rollout is shown as a natural end ({sample_reason!s})"
+    if sample_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return f"A rollout that ended by {engine_reason!s} is shown as {sample_reason!s}"
+    return f"A rollout that ended by {engine_reason!s} is shown as {sample_reason!s}"
+
+
+def _reason_hint(engine_reason: FinishReason | None, sample_reason: FinishReason | None) -> str:
+    if engine_reason is None and sample_reason is not None:
+        return (
+            "No engine sampled this end: the trainer rewards an answer that the policy did"
+            " not give. Raise an error, or deliver the sample as aborted."
+        )
+    if sample_reason is None:
+        return (
+            "Declare finish_reason=False if samples carry none; otherwise filters for"
+            " truncated and aborted samples find nothing."
+        )
+    if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return (
+            "A fragment counts as a complete turn: it is rewarded and trained on as if the"
+            " policy had ended it."
+        )
+    if engine_reason is FinishReason.STOP and sample_reason == FinishReason.LENGTH:
+        return (
+            "The end-of-sequence token was the last one of the budget: read the engine's"
+            " reason before you compare lengths; otherwise complete answers are filtered as"
+            " truncated."
+        )
+    if engine_reason is FinishReason.LENGTH:
+        return (
+            "A truncated response counts as complete: overlong filters and truncation"
+            " penalties miss it."
+        )
+    return "Filters for aborted samples drop a complete response."
+
+
+@request_check(
+    "stitch.finish-length",
+    promise=(
+        "A sample that ends by length has used up its budget, or ended at another limit that its"
+        " contract declares."
+    ),
+    needs="a delivered sample, its engine calls and replies",
+    exercised_by="ends by length",
+    applies=no_finish_reason,
+)
+def stitch_finish_length(view: RequestView, out: Collector) -> None:
+    """Judge the samples that say ``length``."""
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
+        return
+    if delivered.rollout.finish_reason != FinishReason.LENGTH:
+        return
+    out.exercised("ends by length")
+    budget, reference = view.request.budget, delivered.reference
+    if (
+        not delivered.aligned
+        or reference.last is None
+        or _exhausted(view, delivered)
+        or _ended_by_limit(view, delivered)
+    ):
+        return
+    last = view.attempts[reference.last]
+    reply = last.consumed
+    size = turn_lengths(view)[-1]
+    first = next((step for step in reversed(reference.steps) if step.spent == 0), None)
+    # A stack's own lower cap that its first call was already granted is as good as a budget.
+    cap = view.attempts[first.attempt].call.max_tokens if first is not None else None
+    # A stop on the last token of a cap is still a stop.
+    stopped = reference.finish_reason is FinishReason.STOP
+    if not stopped and cap is not None and size >= cap:
+        # An abort on the last token of a cap cut nothing off either.
+        return
+    if reference.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED):
+        ended_early = (
+            reply is not None
+            and last.call.max_tokens is not None
+            and len(reply.output.token_ids) < last.call.max_tokens
+        )
+        if budget is None or cap is None or ended_early:
+            return
+    bounds = [bound for bound in (budget, cap) if bound is not None and bound > size]
+    limit = min(bounds) if bounds else None
+    out.finding(
+        f"The sample says length after {count(size, 'token')}"
+        + (f" of {limit}" if limit is not None else ", although nothing limits it"),
+        kind=f"says length, but the engine said {reference.finish_reason!s}",
+        expected=(
+            f"length only once all {limit} are sampled"
+            if limit is not None
+            else f"{reference.finish_reason!s}, as the engine returned"
+        ),
+        observed=(
+            f"the last reply, to call {last.call.call_id}, ended by {reference.finish_reason!s},"
+            f" granted {last.call.max_tokens}"
+        ),
+        where=view.place(call=last.call.call_id),
+        hint=(
+            "The engine ended the response itself: a complete answer counts as truncated, and"
+            " is filtered or penalised."
+            if stopped
+            else (
+                "An unfinished response counts as one that reached its limit: a cap on retries, or"
+                " a loop that compares with a budget which it shrinks itself, ends it early (AReaL"
+                " #858, and its bridge after 20 aborts)."
+            )
+        ),
+    )
