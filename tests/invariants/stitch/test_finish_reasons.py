@@ -1,0 +1,295 @@
+"""Stitch checks on the ends of samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollproof.core.records import FinishReason
+from rollproof.fakes.coded.policy import CodedPolicy
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
+from tests.support.trace_script import TraceScript, check, finds, passes, unknown
+
+A, B = ScriptedCall(tokens=(11, 12)), ScriptedCall(tokens=(13, 14, 15), reason="length")
+
+
+class TestFinishReason:
+    """``stitch.finish-reason``."""
+
+    ID = "stitch.finish-reason"
+
+    @pytest.mark.parametrize(
+        ("parts", "got", "title", "hint"),
+        [
+            (
+                (A,),
+                "stop",
+                "An aborted rollout is shown as a natural end (stop)",
+                "A fragment counts as a complete turn",
+            ),
+            (
+                (A,),
+                "completed",
+                "An aborted rollout is shown as a natural end (completed)",
+                "A fragment counts as a complete turn",
+            ),
+            (
+                (A, B),
+                "stop",
+                "A rollout that ended by length is shown as stop",
+                "A truncated response counts as complete",
+            ),
+            (
+                (A, B),
+                "abort",
+                "A rollout that ended by length is shown as abort",
+                "A truncated response counts as complete",
+            ),
+            (
+                (ScriptedCall(tokens=(11,), reason="stop"),),
+                "abort",
+                "A rollout that ended by stop is shown as abort",
+                "complete response",
+            ),
+            (
+                (ScriptedCall(tokens=(11,), reason="stop"),),
+                None,
+                "The sample carries no finish reason",
+                "Declare finish_reason=False",
+            ),
+            (
+                (A, ScriptedCall(tokens=(1, 2, 3), reason="stop")),
+                "length",
+                "A rollout that ended by stop is shown as length",
+                "last one of the budget",
+            ),
+        ],
+    )
+    def test_each_wrong_reason_is_named(
+        self, parts: tuple[ScriptedCall, ...], got: str | None, title: str, hint: str
+    ) -> None:
+        """What the engine said and what the sample says."""
+        story = script_rollout(
+            *parts, budget=5, sample={"finish_reason": None if got is None else FinishReason(got)}
+        )
+        finding = finds(self.ID, story)
+        assert title == finding.title
+        assert hint in finding.hint
+        assert {self.ID} == blamed(story)
+
+    @pytest.mark.parametrize(
+        ("parts", "got"),
+        [
+            ((A, ScriptedCall(tokens=(13, 14, 15))), "length"),
+            ((A, ScriptedCall(tokens=(13, 14, 15))), "completed"),
+            ((A, ScriptedCall(tokens=(13, 14, 15))), "abort"),
+            ((A, ScriptedCall(lost=True)), "abort"),
+            ((A, ScriptedCall(lost=True)), "error"),
+            ((ScriptedCall(lost=True),), "error"),
+            (
+                (
+                    ScriptedCall(tokens=(11,), reason="stop"),
+                    ScriptedCall(lost=True, observed=(91,)),
+                ),
+                "abort",
+            ),
+            ((ScriptedCall(reason="error"),), "abort"),
+        ],
+    )
+    def test_right_reasons_in_unusual_ends(self, parts: tuple[ScriptedCall, ...], got: str) -> None:
+        """An abort on the last token of the budget; giving up after a lost reply."""
+        assert set() == blamed(
+            script_rollout(
+                *parts, budget=5, sample={"finish_reason": FinishReason(got)}, abort_surfaces=True
+            )
+        ) - {"stitch.tokens"}
+
+    def test_a_stack_may_know_the_end_of_sequence(self) -> None:
+        """An abort that came with the end-of-sequence token may be called a stop by who knows the
+        token.
+        """
+        policy = CodedPolicy(
+            seed=1, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2, eos_every=4
+        )
+        story = script_rollout(
+            ScriptedCall(tokens=(11, policy.eos_id)), sample={"finish_reason": FinishReason.STOP}
+        )
+        assert not check(self.ID, story, policy).findings
+        finds(self.ID, story)
+
+    @pytest.mark.parametrize("call", [{"stop_token_ids": (42,)}, {"end_tokens": (42,)}])
+    def test_a_stack_knows_the_stop_tokens_that_it_passed(self, call: dict[str, Any]) -> None:
+        """An abort that came with one of them may be called a stop, too; with another token it is
+        an abort.
+        """
+        said = {"finish_reason": FinishReason.STOP}
+        passes(self.ID, script_rollout(ScriptedCall(tokens=(11, 42), call=call), sample=said))
+        finds(self.ID, script_rollout(ScriptedCall(tokens=(42, 11), call=call), sample=said))
+
+    def test_nobody_answered(self) -> None:
+        """A natural end that no engine gave."""
+        story = script_rollout(ScriptedCall(lost=True), sample={"finish_reason": FinishReason.STOP})
+        finding = finds(self.ID, story)
+        assert "The sample ends by stop, although no engine ever answered" == finding.title
+        assert "abort or error: no engine answered" == finding.expected
+
+    @pytest.mark.parametrize("reason", ["length", "stop", "completed"])
+    def test_nobody_was_asked(self, reason: str) -> None:
+        """An empty sample that ends naturally without any call, in a run with all calls
+        recorded.
+        """
+        story = TraceScript().submit().result((), finish_reason=FinishReason(reason))
+        finding = finds(self.ID, story)
+        assert f"The sample ends by {reason}, although no engine ever answered" == finding.title
+        assert "No engine sampled this end" in finding.hint
+
+    @pytest.mark.parametrize("reason", ["abort", "error"])
+    def test_giving_up_without_a_call_is_said(self, reason: str) -> None:
+        """As is a budget of nothing, a request of a group (its call may count for another of it),
+        and a recording.
+        """
+        why = "no engine call of the request was recorded"
+        unknown(self.ID, TraceScript().submit().result((), finish_reason=FinishReason(reason)), why)
+        unknown(self.ID, TraceScript().submit(group="g").result(()), why)
+        unknown(self.ID, TraceScript(driven=False).submit().result(()), why)
+        assert not check(self.ID, TraceScript().submit(max_tokens=0).result(())).findings
+
+    def test_a_multi_turn_response_may_be_cut_by_the_environment(self) -> None:
+        """The tool's words fill the response up to its limit."""
+        parts = (
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(observed=(91, 92, 93), tokens=(13,), reason="stop"),
+        )
+        assert set() == blamed(
+            script_rollout(*parts, budget=6, sample={"finish_reason": FinishReason.LENGTH})
+        )
+
+    def test_ends_are_counted_by_kind(self) -> None:
+        """Which ends a run has seen."""
+        passes(self.ID, script_rollout(A, B, budget=5), ends_by_length=1)
+        passes(
+            self.ID, script_rollout(ScriptedCall(tokens=(11,), reason="completed")), ends_by_stop=1
+        )
+        passes(self.ID, script_rollout(A, abort_surfaces=True), ends_by_abort=1)
+
+
+class TestFinishLength:
+    """``stitch.finish-length``."""
+
+    ID = "stitch.finish-length"
+
+    @pytest.mark.parametrize(("budget", "found"), [(3, False), (4, True)])
+    def test_an_answer_that_leaves_no_room_ends_a_conversation(
+        self, budget: int, found: bool
+    ) -> None:
+        """A turn of one token and an answer of two fill a budget of three, so that no token could
+        follow; in a budget of four one could.
+        """
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop"),
+            budget=budget,
+            request={"turns": ((91, 92),)},
+            sample={"finish_reason": FinishReason.LENGTH},
+            multi_turn=True,
+        )
+        if found:
+            assert "The sample says length after 1 token of 4" == finds(self.ID, story).title
+        else:
+            passes(self.ID, story, ends_by_length=1)
+
+    def _story(self, *parts: ScriptedCall, budget: int | None = 8) -> TraceScript:
+        return script_rollout(*parts, budget=budget, sample={"finish_reason": FinishReason.LENGTH})
+
+    @pytest.mark.parametrize(
+        ("parts", "budget", "title", "observed"),
+        [
+            (
+                (A,),
+                8,
+                "The sample says length after 2 tokens of 8",
+                "the last reply, to call 1, ended by abort, granted 8",
+            ),
+            (
+                (A, ScriptedCall(tokens=(13,), reason="stop")),
+                8,
+                "The sample says length after 3 tokens of 8",
+                "ended by stop, granted 6",
+            ),
+            (
+                (A, ScriptedCall(tokens=(13,), reason="length", call={"max_tokens": 1})),
+                8,
+                "The sample says length after 3 tokens of 8",
+                "ended by length, granted 1",
+            ),
+            (
+                (A,),
+                None,
+                "The sample says length after 2 tokens, although nothing limits it",
+                "ended by abort, granted None",
+            ),
+        ],
+    )
+    def test_an_end_before_the_budget_is_found(
+        self, parts: tuple[ScriptedCall, ...], budget: int | None, title: str, observed: str
+    ) -> None:
+        """Given up, stopped, or granted too little: the response could have gone on."""
+        finding = finds(self.ID, self._story(*parts, budget=budget))
+        assert title == finding.title
+        assert observed in finding.observed
+        assert {self.ID} == blamed(self._story(*parts, budget=budget))
+
+    @pytest.mark.parametrize(
+        ("limits", "right"),
+        [
+            ({"response": 2}, True),
+            ({"length": 6}, False),
+            ({"turns": 1}, True),
+            ({"turns": 2}, False),
+        ],
+        ids=str,
+    )
+    def test_a_declared_limit_that_was_reached_ends_by_length(
+        self, limits: dict[str, int], right: bool
+    ) -> None:
+        """The request states no limit, the contract does: at it length is right, below it not."""
+        story = script_rollout(
+            A, budget=None, limits=limits, multi_turn=True, sample={"finish_reason": "length"}
+        )
+        assert (set() if right else {self.ID}) == blamed(story)
+
+    def test_a_stop_within_a_cap_is_a_whole_answer(self) -> None:
+        """The engine's stop on the last token of a grant below the budget: the finding names the
+        budget, and what is lost.
+        """
+        story = self._story(ScriptedCall(tokens=(11, 12), reason="stop", call={"max_tokens": 2}))
+        finding = finds(self.ID, story)
+        assert (
+            "The sample says length after 2 tokens of 8",
+            "length only once all 8 are sampled",
+        ) == (finding.title, finding.expected)
+        assert "a complete answer counts as truncated" in finding.hint
+
+    def test_an_abort_on_the_last_token_of_a_cap_ends_nothing_early(self) -> None:
+        """It cut nothing off that would have been granted."""
+        passes(
+            self.ID,
+            self._story(ScriptedCall(tokens=(11, 12), call={"max_tokens": 2})),
+            ends_by_length=1,
+        )
+
+    def test_a_cap_that_held_from_the_first_call_is_a_budget(self) -> None:
+        """The stack's own limit, or the engine's context window."""
+        capped = (
+            ScriptedCall(tokens=(11, 12), call={"max_tokens": 4}),
+            ScriptedCall(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
+        )
+        passes(self.ID, self._story(*capped), ends_by_length=1)
+        passes(
+            self.ID, self._story(A, ScriptedCall(tokens=(13,), reason="length")), ends_by_length=1
+        )
+        passes(
+            self.ID,
+            self._story(ScriptedCall(tokens=(13,), reason="length"), budget=None),
+            ends_by_length=1,
+        )
