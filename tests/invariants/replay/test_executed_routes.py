@@ -28,7 +28,7 @@ from rollproof.layouts import Layout, Rank, Source
 from rollproof.replay.driver import record_replay
 from rollproof.verification.kill_matrix import known_bugs, record_traces
 from rollproof.verification.traces import judge
-from tests.support.replay_verdicts import CHECKS, results
+from tests.support.replay_verdicts import CHECKS, declaring, results
 
 
 def _shift(by: int) -> Callable[[Any, Rollout], IntArray]:
@@ -354,6 +354,34 @@ def test_ids_that_are_made_to_fit_are_found() -> None:
 
     assert Verdict.FAIL is found.verdict
     assert "which are neither a target nor the router's own" in found.findings[0].observed
+
+
+@pytest.mark.parametrize(("tolerance", "verdict"), [(1e-8, Verdict.FAIL), (1e-5, Verdict.PASS)])
+def test_rows_without_a_target_are_not_judged_where_scores_are_rounded(
+    tolerance: float, verdict: Verdict
+) -> None:
+    """Under a tolerance that is wider than float64 rounds, two runs may break a near tie
+    differently, so that no choice is called wrong.
+    """
+
+    class Rounded(Clipping):
+        pass
+
+    Rounded.contract = declaring(Rounded, tolerance=tolerance, float_digits=6)
+    assert verdict is results(Rounded, "bad routes")["targets"].verdict
+
+
+def test_an_unusual_step_without_samples_is_handled() -> None:
+    """A trace may hold a step of nothing: no row of it is wrong, and the check does not crash."""
+    trace = record_replay(ReplayTrainer, only=["edges"])
+    events = list(trace.events)
+    place = next(i for i, event in enumerate(events) if isinstance(event, Step) and event.edge)
+    step = events[place]
+    assert isinstance(step, Step)
+    end = next(i for i in range(place, len(events)) if isinstance(events[i], Outcome))
+    emptied = trace.with_events([*events[:place], replace(step, microbatches=((),)), *events[end:]])
+    found = judge(emptied, CHECKS)["replay.edges"]
+    assert (Verdict.PASS, "") == (found.verdict, found.reason)
 
 
 class OneMore(ReplayTrainer):

@@ -11,7 +11,7 @@ import pytest
 from rollproof.core.events.replay import Action, Outcome, Phase, Purpose, Step
 from rollproof.core.records import IntArray, Rollout
 from rollproof.core.replay_contract import Defect, Installs
-from rollproof.core.router_spy import InjectedFailure, Spy, UnsupportedStep
+from rollproof.core.router_spy import InjectedFailure, Spy, UnsupportedStep, sketch
 from rollproof.fakes.trainers.reference_trainers import DenseFirst, OneExpert, RecordingTrainer
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch
@@ -207,6 +207,16 @@ class Frozen(ReplayTrainer):
 
     def reference(self, step: Step) -> Outcome:
         raise UnsupportedStep("the subject has no reference")
+
+
+class FrozenWithCritic(Frozen):
+    """As ``Frozen``, next to other models whose gates are trained."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        if step.model == "policy":
+            return outcome
+        return replace(outcome, gates={layer: sketch(np.ones(4)) for layer in range(3)})
 
 
 class Dropping(ReplayTrainer):
@@ -415,6 +425,7 @@ class EveryExpert(ReplayTrainer):
         (Refusing, {"edges": "pass"}),
         (RecomputesTwice, {"coverage": "pass", "recompute": "pass"}),
         (Frozen, {"gate-slope": "unknown", "gate-gradients": "unknown", "self-gradients": "pass"}),
+        (FrozenWithCritic, {"gate-slope": "unknown", "gate-gradients": "unknown"}),
         (
             Dropping,
             {

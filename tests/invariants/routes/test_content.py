@@ -363,6 +363,29 @@ def test_another_requests_rows_are_traced_to_it() -> None:
     )
 
 
+class _SameChoices(RoutedRequest):
+    """Another request for which the router chose as for r0, as for a shared prefix."""
+
+    def rows(self, start: int, stop: int, version: int) -> np.ndarray:
+        return RoutedRequest(segments=self.segments).rows(start, stop, version)
+
+
+def test_rows_with_two_explanations_are_one_fault_next_to_rows_without_any() -> None:
+    """A shifted row may also be another request's; once it is explained, only the other rows are
+    left, and nothing is said of the second explanation.
+    """
+    story = RoutedRequest(segments=(Segment(8),))
+    other = _SameChoices(segments=story.segments, request_id="r1")
+    rows = story.good().copy()
+    rows[:2] = story.good()[1:3]
+    for row in rows[4:9]:
+        row[0, 0] = next(e for e in range(story.contract.expert_count) if e not in row[0])
+    judged = story.judged(rows, other)
+    assert {"routes.position", "routes.content"} == failing(judged)
+    assert "so in 2 of 12 rows (positions 0-1)" in judged["routes.position"].findings[0].observed
+    assert "wrong in 5 of 12 rows (positions 4-8)" in judged["routes.content"].findings[0].observed
+
+
 def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
     """Zeros where arange is declared, and a legal choice where filler belongs."""
     story = RoutedRequest(changes={"rows": "T", "final_row": "arange"})
