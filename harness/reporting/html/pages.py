@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from typing import Any
 
 from rollproof.errors import ExtraError
+from rollproof.reporting.text import place_text
 
-__all__ = ["page_template", "require_packages"]
+__all__ = ["finding_rows", "page_template", "require_packages", "story_values"]
 
 
 def require_packages(names: Sequence[str], needed_for: str, without: str) -> None:
@@ -34,13 +36,17 @@ def page_template(
 ) -> Any:
     """Return the jinja2 template ``name`` of ``package``, which escapes every text.
 
-    Its variable ``style`` is the style sheet of all pages.
+    Its variable ``style`` is the style sheet of all pages; ``parts.html`` has macros to import.
     """
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(partial(read, "rollproof.reporting.html")),
     )
     environment.filters |= dict(filters or {})
     environment.globals["style"] = Markup(read("rollproof.reporting.html", "base.css"))  # noqa: S704 - our own file
@@ -50,3 +56,38 @@ def page_template(
 def read(package: str, name: str) -> str:
     """Return the text of a file of a package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def finding_rows(finding: Mapping[str, Any], check: str) -> list[tuple[str, str]]:
+    """Return what is known of a finding of a check as name and text."""
+    rows = [
+        ("where", place_text(finding["where"])),
+        ("engine", finding["flavour"]),
+        ("expected", finding["expected"]),
+        ("observed", finding["observed"]),
+        ("hint", finding["hint"]),
+        ("more", f"rollproof checks {check}"),
+        ("rerun", f"rollproof replay {finding['witness']}" if finding["witness"] else ""),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def story_values(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the moments of a story as the macro ``story`` shows them: times are counted from the
+    first, and the columns are as wide as their numbers.
+    """
+    start = story[0]["time"] if story else 0.0
+    moments = [
+        {
+            "event": moment["index"] if moment["index"] >= 0 else "",
+            "time": f"+{moment['time'] - start:.3f} s" if moment["index"] >= 0 else "",
+            "text": moment["text"],
+            "broke": bool(moment.get("broke")),
+        }
+        for moment in story
+    ]
+    return {
+        "moments": moments,
+        "event_width": max((len(str(moment["event"])) for moment in moments), default=0) + 1,
+        "time_width": max((len(moment["time"]) for moment in moments), default=0),
+    }

@@ -17,8 +17,14 @@ from typing import Any
 from rollproof.core.files import check_target, write_atomically
 from rollproof.core.trace import Header
 from rollproof.reporting.html.drawing import Drawing
-from rollproof.reporting.html.pages import page_template, read, require_packages
-from rollproof.reporting.text import place_text, run_text
+from rollproof.reporting.html.pages import (
+    finding_rows,
+    page_template,
+    read,
+    require_packages,
+    story_values,
+)
+from rollproof.reporting.text import run_text
 
 __all__ = ["OtherFinding", "ShownFinding", "TracePage", "check_page_target", "page_text"]
 
@@ -120,28 +126,13 @@ def _values(page: TracePage) -> dict[str, Any]:
         ("run", run_text(header)),
         *((name, f"{count:,}") for name, count in page.counts),
     ]
-    story = list(page.story)
-    start = story[0]["time"] if story else 0.0
-    moments = [
-        {
-            "event": moment["index"] if moment["index"] >= 0 else "",
-            "time": f"+{moment['time'] - start:.3f} s" if moment["index"] >= 0 else "",
-            "text": moment["text"],
-            "broke": bool(moment.get("broke")),
-        }
-        for moment in story
-    ]
     about = "" if page.request is None else f" of {page.request}"
     return {
         "title": header.subject if finding is None else f"{finding.check}: {header.subject}",
         "facts": facts,
         "finding": None if finding is None else _finding_values(finding),
         "story_title": "What happened" if finding is not None else f"The story{about}",
-        "story": moments,
-        "widths": {
-            "events": max((len(str(moment["event"])) for moment in moments), default=0) + 1,
-            "times": max((len(moment["time"]) for moment in moments), default=0),
-        },
+        "story": story_values(page.story) if page.story else None,
         "maps": _maps_text(page.maps),
         "left_out": "; ".join(page.drawing.left_out),
         "others": page.others[:_OTHERS],
@@ -150,20 +141,11 @@ def _values(page: TracePage) -> dict[str, Any]:
 
 def _finding_values(shown: ShownFinding) -> dict[str, Any]:
     finding = shown.finding
-    rows = [
-        ("where", place_text(finding["where"])),
-        ("engine", finding["flavour"]),
-        ("expected", finding["expected"]),
-        ("observed", finding["observed"]),
-        ("hint", finding["hint"]),
-        ("more", f"rollproof checks {shown.check}"),
-        ("rerun", f"rollproof replay {finding['witness']}" if finding["witness"] else ""),
-    ]
     return {
         "check": shown.check,
         "promise": shown.promise,
         "title": finding["title"],
-        "rows": [(name, value) for name, value in rows if value],
+        "rows": finding_rows(finding, shown.check),
     }
 
 
