@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
-import json
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +27,11 @@ from rollproof.reporting.html.trace_page import (
     page_text,
 )
 from rollproof.verification.request_views import tell_request
+from tests.support.html_pages import HOSTILE, needs_browser, probe, rendered, tags_of
 from tests.support.shown_traces import PROMPT, traced
 from tests.support.trace_builder import TraceBuilder, contract
 
 pytest.importorskip("jinja2", reason="the page needs rollproof[report]")
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-OWNED = "document.title='owned'"
-HOSTILE = f"</script><script>{OWNED}</script><img src=x onerror={OWNED}>\"'&\u2028${{1}}"
 
 
 def hostile_trace() -> Trace:
@@ -108,31 +97,6 @@ def hostile_page() -> str:
     trace = hostile_trace()
     other = OtherFinding(number=2, check=HOSTILE, title=HOSTILE, times=3)
     return page_of(trace, HOSTILE, finding(HOSTILE), name=HOSTILE, others=[other])
-
-
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scripts = 0
-        self.tags: set[str] = set()
-        self.addresses: list[str] = []
-        self.ids: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.scripts += tag == "script"
-        for name, value in attrs:
-            assert not name.startswith("on")
-            if name in ("src", "href", "action", "style") and name != "style":
-                self.addresses.append(value or "")
-            if name == "id":
-                self.ids.append(value or "")
-
-
-def tags_of(text: str) -> _Tags:
-    tags = _Tags()
-    tags.feed(text)
-    return tags
 
 
 def test_a_page_loads_nothing() -> None:
@@ -292,46 +256,6 @@ def test_a_page_without_jinja2_names_the_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ExtraError, match=r"needs jinja2, which is not installed: pip install"):
         check_page_target(tmp_path / "t.html")
-
-
-def rendered(tmp_path: Path, text: str, actions: str) -> str:
-    """The document after the page's script and ``actions`` ran in a browser; what they print is in
-    the element ``probe``.
-    """
-    assert BROWSER is not None
-    script = (
-        "<pre id='probe'></pre><script>try {"
-        f" document.getElementById('probe').textContent = JSON.stringify((() => {{{actions}}})());"
-        " } catch (error) { document.getElementById('probe').textContent = 'error ' + error; }"
-        "</script></body>"
-    )
-    digest = base64.b64encode(
-        hashlib.sha256(
-            script[script.index("<script>") + 8 : script.index("</script>")].encode()
-        ).digest()
-    ).decode()
-    policy = f"script-src 'sha256-{digest}' "
-    page = tmp_path / "page.html"
-    page.write_text(text.replace("script-src ", policy, 1).replace("</body>", script))
-    done = subprocess.run(
-        [
-            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,844"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()),
-        ],
-        capture_output=True,
-        timeout=300,
-        check=True,
-    )
-    return done.stdout.decode()
-
-
-def probe(document: str) -> Any:
-    """What the actions returned."""
-    found = re.search(r'<pre id="probe">(.*?)</pre>', document, flags=re.DOTALL)
-    assert found is not None
-    text = html.unescape(found.group(1))
-    assert not text.startswith("error"), text
-    return json.loads(text)
 
 
 @needs_browser
