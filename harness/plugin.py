@@ -57,7 +57,12 @@ OPTIONS = (
         "N",
     ),
     Option("only", "run only this check or family; may be repeated", "ID", "args", ()),
-    Option("report", "write the JSON report (schema 1) to this file", "FILE"),
+    Option(
+        "report",
+        "write the report to this file: one HTML page if its name ends in .html, else JSON"
+        " (schema 1)",
+        "FILE",
+    ),
     Option("expected", "file of expected failures (TOML; see docs/options.md)", "FILE"),
     Option(
         "accept",
@@ -354,7 +359,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             # integer), which execnet does not serialise.
             session.config.workeroutput["rollproof"] = json.dumps(state.reports)  # type: ignore[attr-defined]  # set by xdist in its workers
     elif state.settings.report or state.settings.accept:
-        written = state.write_files()
+        written = state.write_files(int(session.exitstatus))
         if not written and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rollproof.cli.output import JsonTarget, Meter, Only, Output, Verbose
+from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTarget, Verbose
 from rollproof.core.events.rollout import Submit
 from rollproof.core.progress import Progress
 from rollproof.core.trace import Header
@@ -54,6 +54,7 @@ def check(
         ),
     ] = False,
     json_target: JsonTarget = None,
+    report: ReportTarget = None,
     verbose: Verbose = False,
 ) -> int:
     """Judge recorded traces. Memory does not grow with their length.
@@ -62,7 +63,7 @@ def check(
     lost its end or is still written, checks may fail, but pass only with --unfinished-ok; requests
     that were open at its end do not count as hanging.
     """
-    output = Output(json_target)
+    output = Output(json_target, report)
     traces_judged = _TraceResults(
         Tally(default_registry().select(only) if only else default_registry()),
         unfinished_ok=unfinished_ok,
@@ -74,16 +75,19 @@ def check(
             traces_judged.add(path)
     if not traces_judged.headers:
         raise traces_judged.errors[0]
-    report = traces_judged.report()
-    output.lines(report_lines(report.to_dict(), verbose=verbose, gather=True))
+    judged = traces_judged.report()
+    data = judged.to_dict()
+    output.lines(report_lines(data, verbose=verbose, gather=True))
     output.lines(
-        summary_lines(report.results, has_samples=traces_judged.has_samples, verbose=verbose)
+        summary_lines(judged.results, has_samples=traces_judged.has_samples, verbose=verbose)
     )
     output.lines((Style.BAD, f"  {error}") for error in traces_judged.errors)
-    output.json(report.to_dict())
+    output.json(data)
     # A failure outranks a damaged file: the part that could be read is enough to show it.
-    unreadable = traces_judged.errors and report.exit_code != ExitCode.FAIL
-    return output.ended(ExitCode.USAGE if unreadable else report.exit_code)
+    unreadable = traces_judged.errors and judged.exit_code != ExitCode.FAIL
+    code = ExitCode.USAGE if unreadable else judged.exit_code
+    output.page(data, code, problems=map(str, traces_judged.errors))
+    return output.ended(code)
 
 
 @dataclass

@@ -21,10 +21,16 @@ from rollproof.cli.safe_stdio import stdout_failure
 from rollproof.core.files import check_target, keep_text, write_or_keep
 from rollproof.core.progress import Progress
 from rollproof.errors import UsageError
+from rollproof.invariants import default_registry
 from rollproof.judging.report import ExitCode
+from rollproof.reporting.html.report_page import (
+    ReportPage,
+    check_report_page_target,
+    report_page_text,
+)
 from rollproof.reporting.text import Line
 
-__all__ = ["JsonTarget", "Meter", "Only", "Output", "Verbose"]
+__all__ = ["JsonTarget", "Meter", "Only", "Output", "ReportTarget", "Verbose"]
 
 JsonTarget: TypeAlias = Annotated[
     str | None,
@@ -33,6 +39,10 @@ JsonTarget: TypeAlias = Annotated[
         metavar="FILE|-",
         help="Write the JSON to this file, or to standard output (-) and nothing else there.",
     ),
+]
+ReportTarget: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write the report as one HTML file."),
 ]
 Only: TypeAlias = Annotated[
     list[str] | None,
@@ -47,6 +57,7 @@ Verbose: TypeAlias = Annotated[
     ),
 ]
 
+_VERDICTS = {ExitCode.PASS: "pass", ExitCode.FAIL: "fail"}
 _QUIET = 2.0
 """Seconds before a run shows progress."""
 _WIDTH = 140
@@ -58,11 +69,13 @@ _BETWEEN_LINES = 20.0
 class Output:
     """The output of a command. With ``--json -`` the JSON alone goes to standard output.
 
-    Raises ``UsageError``, before the run, if the JSON cannot be written to the target.
+    Raises ``UsageError``, before the run, if the JSON or the HTML report cannot be written to its
+    target, and ``ExtraError`` if packages of the HTML report are missing.
     """
 
-    def __init__(self, json_target: str | None = None) -> None:
+    def __init__(self, json_target: str | None = None, report_target: Path | None = None) -> None:
         self._json_target = json_target
+        self._report_target = report_target
         self._misplaced = False
         if json_target == "-" and (failure := stdout_failure()) is not None:
             raise UsageError(
@@ -72,6 +85,8 @@ class Output:
             )
         if json_target not in (None, "-"):
             check_target(Path(json_target))
+        if report_target is not None:
+            check_report_page_target(report_target)
         stream = sys.stderr if json_target == "-" else sys.stdout
         # rich would wrap at 80 columns in a log, in the middle of tables and paths.
         width = None if stream.isatty() else _WIDTH
@@ -120,6 +135,38 @@ class Output:
                     f" {keep_text(text, 'report.json')}"
                 )
             )
+        self._report_trouble(trouble)
+
+    def page(
+        self,
+        data: Mapping[str, Any],
+        code: int,
+        *,
+        problems: Iterable[str] = (),
+        notes: Iterable[str] = (),
+    ) -> None:
+        """Write the HTML report to the target of ``--report``, if there is one, as ``json`` does.
+
+        Args:
+            data: The JSON form of the report.
+            code: The exit code of the run.
+            problems: What else made the run fail.
+            notes: Remarks on the run.
+        """
+        if self._report_target is None:
+            return
+        text = report_page_text(
+            ReportPage(
+                report=data,
+                verdict=_VERDICTS.get(code, "unknown"),
+                promises={check.id: check.promise for check in default_registry()},
+                problems=tuple(problems),
+                notes=tuple(notes),
+            )
+        )
+        self._report_trouble(write_or_keep(self._report_target, text))
+
+    def _report_trouble(self, trouble: str | None) -> None:
         if trouble is not None:
             self._misplaced = True
             sys.stderr.write(f"rollproof: {trouble}\n")
@@ -127,7 +174,7 @@ class Output:
     def ended(self, code: int) -> int:
         """Return the exit code for the verdict ``code``.
 
-        JSON that could not be written is an error, unless a check failed.
+        JSON or a page that could not be written is an error, unless a check failed.
         """
         return ExitCode.USAGE if self._misplaced and code != ExitCode.FAIL else code
 

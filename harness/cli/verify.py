@@ -16,7 +16,7 @@ from rollproof.cli.named_targets import (
     stack_targets,
     subject_target,
 )
-from rollproof.cli.output import JsonTarget, Meter, Only, Output, Verbose
+from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTarget, Verbose
 from rollproof.cli.parallel import Settings, judge_all, processors
 from rollproof.core.files import check_folder, check_target
 from rollproof.errors import UsageError
@@ -125,6 +125,7 @@ def verify(
         ),
     ] = False,
     json_target: JsonTarget = None,
+    report: ReportTarget = None,
     witness_dir: Annotated[
         Path,
         typer.Option(
@@ -154,7 +155,7 @@ def verify(
     conversion, layouts, trainers): all must pass.
     """
     # Everything that can be refused is refused before the run, which may take hours.
-    output = Output(json_target)
+    output = Output(json_target, report)
     check_folder(witness_dir)
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
@@ -193,20 +194,26 @@ def verify(
     except Interrupted as interrupt:
         # Ctrl-C: show the verdicts so far, then end as interrupted.
         if interrupt.reports:
-            _show(output, title, list(interrupt.reports), targets, verbose=verbose)
+            reports = list(interrupt.reports)
+            merged = _show(output, title, reports, targets, verbose=verbose)
+            stopped = "The run was interrupted: what it did not reach is not in this report."
+            code = merged.exit_code or ExitCode.UNKNOWN
+            output.page(_json(merged, reports, targets), code, problems=[stopped])
         raise
     notes = [_untested(targets)]
     if stack is not None and pinned is None:
         notes.append(PinnedVerdicts.note(targets, reports))
     merged = _show(output, title, reports, targets, notes, verbose=verbose)
-    stale = _compare_expected(output, expected_failures, reports, accept=accept)
+    problems = _compare_expected(output, expected_failures, reports, accept=accept)
+    code = ExitCode.FAIL if problems else merged.exit_code
     # With --matrix the pinned verdicts decide: a known failure is no failure, and a check that
     # passes unexpectedly is one.
     if pinned is not None:
-        deviations = pinned.deviations(reports, ids)
-        output.lines((Style.BAD, f"  {text}") for text in deviations)
-        return output.ended(ExitCode.FAIL if deviations else ExitCode.PASS)
-    return output.ended(ExitCode.FAIL if stale else merged.exit_code)
+        problems = pinned.deviations(reports, ids)
+        output.lines((Style.BAD, f"  {text}") for text in problems)
+        code = ExitCode.FAIL if problems else ExitCode.PASS
+    output.page(_json(merged, reports, targets), code, problems=problems, notes=filter(None, notes))
+    return output.ended(code)
 
 
 def _applicable(registry: Registry, targets: list[Target]) -> tuple[str, ...]:
@@ -353,22 +360,22 @@ def _json(merged: Report, reports: list[Report], targets: list[Target]) -> dict[
 
 def _compare_expected(
     output: Output, expected: ExpectedFailures | None, reports: list[Report], *, accept: bool
-) -> bool:
+) -> list[str]:
     """Compare with the file of expected failures, or rewrite it.
 
-    Returns whether an entry is stale: its check does not fail any more.
+    Returns the entries that are stale: their check does not fail any more.
     """
     if expected is None:
-        return False
+        return []
     outcomes = [Outcome.of_report(report.to_dict()) for report in reports]
     if accept:
         output.lines(
             (Style.PLAIN, f"  expected failures: {text}") for text in expected.accept(outcomes)
         )
-        return False
+        return []
     stale = [text for outcome in outcomes for text in expected.stale(outcome)]
     output.lines((Style.BAD, f"  {text}") for text in stale)
-    return bool(stale)
+    return stale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

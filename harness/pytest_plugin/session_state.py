@@ -12,6 +12,12 @@ import pytest
 from rollproof.core.files import check_target, write_or_keep
 from rollproof.errors import RollproofError
 from rollproof.invariants import default_registry
+from rollproof.reporting.html.report_page import (
+    ReportPage,
+    check_report_page_target,
+    report_page_text,
+    verdict_of,
+)
 from rollproof.verification.expected_failures import ExpectedFailures, Outcome
 from rollproof.verification.schedules import PROFILES, profile_named
 
@@ -103,16 +109,19 @@ class State:
             if settings.expected is not None:
                 ExpectedFailures.read(settings.expected, missing_ok=settings.accept)
             if writes:
+                if settings.report is not None and _is_page(settings.report):
+                    check_report_page_target(Path(settings.report))
                 for place in (settings.report, settings.expected if settings.accept else None):
                     if place is not None:
                         check_target(Path(place))
         except RollproofError as error:
             raise pytest.UsageError(str(error)) from None
 
-    def write_files(self) -> bool:
-        """Write the JSON report and the file of expected failures, if the options ask for them.
+    def write_files(self, exit_status: int) -> bool:
+        """Write the report and the file of expected failures, if the options ask for them.
 
-        What was written goes into the closing summary. Returns whether all of it could be.
+        What was written goes into the closing summary. ``exit_status`` is that of the session.
+        Returns whether all of it could be written.
         """
         settings = self.settings
         # Only the controller of an xdist session calls this; it has the reports of all workers.
@@ -121,7 +130,12 @@ class State:
         if settings.report is not None and not reports:
             self.summary.append(f"report: nothing was judged, {settings.report} was not written")
         elif settings.report is not None:
-            text = json.dumps(_merged(reports), indent=2, ensure_ascii=False) + "\n"
+            merged = _merged(reports)
+            text = (
+                _page_text(merged, exit_status)
+                if _is_page(settings.report)
+                else json.dumps(merged, indent=2, ensure_ascii=False) + "\n"
+            )
             trouble = write_or_keep(Path(settings.report), text)
             self.summary.append(f"report: {trouble or settings.report}")
             complete = trouble is None
@@ -133,6 +147,30 @@ class State:
                 self.summary.append(f"expected failures: {error}")
                 complete = False
         return complete
+
+
+def _is_page(report: str) -> bool:
+    return report.lower().endswith((".html", ".htm"))
+
+
+def _page_text(report: Mapping[str, Any], exit_status: int) -> str:
+    """Return the HTML report of a session."""
+    verdict, problems = verdict_of(report), []
+    if verdict == "pass" and exit_status != pytest.ExitCode.OK:
+        # a test of another kind, or a subject that could not be run, which has no report
+        verdict = "unknown"
+        problems.append(
+            f"pytest ended with exit code {exit_status}, though no check failed: another test"
+            " failed, or a subject could not be run, and is not in this report."
+        )
+    return report_page_text(
+        ReportPage(
+            report=report,
+            verdict=verdict,
+            promises={check.id: check.promise for check in default_registry()},
+            problems=problems,
+        )
+    )
 
 
 def read_settings(config: pytest.Config, values: Mapping[str, Any]) -> Settings:

@@ -28,6 +28,7 @@ __all__ = [
     "place_text",
     "report_lines",
     "run_text",
+    "self_test_text",
     "story_lines",
     "summary_text",
     "text_of",
@@ -411,36 +412,26 @@ def _exercised(counts: Mapping[str, int]) -> Iterator[Line]:
 
 
 def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
+    if text := self_test_text(canary):
+        planted = canary["planted"] is not None
+        style = (Style.GOOD if canary["red"] else Style.BAD) if planted else Style.DOUBT
+        yield style, wrapped(f"  {text}", "      ")
+
+
+def self_test_text(canary: Mapping[str, Any]) -> str:
+    """Return what the self-test showed, ``""`` if a run has none."""
     if not canary:
-        return
+        return ""
     if canary["planted"] is None:
-        yield (
-            Style.DOUBT,
-            wrapped(
-                "  self-test: no fault was planted"
-                f" ({canary['reason'] or 'no trace was suitable'})",
-                "      ",
-            ),
-        )
-    elif canary["red"]:
-        yield (
-            Style.GOOD,
-            wrapped(
-                f"  self-test: {canary['planted']}: detected by {canary['expected_by']}, as"
-                " expected",
-                "      ",
-            ),
-        )
-    else:
-        yield (
-            Style.BAD,
-            wrapped(
-                f"  self-test: {canary['planted']}: NOT detected by {canary['expected_by']}. A"
-                " fault that was planted into this run's own trace went unnoticed, so its other"
-                " verdicts cannot be trusted; please report this with the JSON report.",
-                "      ",
-            ),
-        )
+        reason = canary["reason"] or "no trace was suitable"
+        return f"self-test: no fault was planted ({reason})"
+    if canary["red"]:
+        return f"self-test: {canary['planted']}: detected by {canary['expected_by']}, as expected"
+    return (
+        f"self-test: {canary['planted']}: NOT detected by {canary['expected_by']}. A fault that was"
+        " planted into this run's own trace went unnoticed, so its other verdicts cannot be"
+        " trusted; please report this with the JSON report."
+    )
 
 
 def _checks(count: int) -> str:

@@ -191,3 +191,34 @@ def test_a_recording_is_limited_to_the_checks_of_the_session(pytester: pytest.Py
     others.stdout.fnmatch_lines(
         ["*no check of rollouts is among those that --rollproof-only names: replay"]
     )
+
+
+@pytest.mark.parametrize("workers", [["-n2"], ["-p", "no:xdist"]])
+def test_a_report_that_ends_in_html_is_a_page(
+    fake_runs: pytest.Pytester, workers: list[str]
+) -> None:
+    """The controller writes it once, with the reports of all workers: every subject and its
+    verdicts.
+    """
+    pytest.importorskip("jinja2", reason="the page needs rollproof[report]")
+    fake_runs.makepyfile(
+        test_one=suite(stitch_a="fail"), test_two=suite().replace("MyStack", "Other")
+    )
+    result = fake_runs.runpytest_subprocess("--rollproof-report=out.html", *workers)
+    text = (fake_runs.path / "out.html").read_text(encoding="utf-8")
+
+    assert 1 == str(result.stdout).count("out.html\n")
+    assert "<strong>FAIL</strong>" in text
+    assert 1 == text.count("MyStack</h3>") == text.count("Other</h3>")
+    assert 1 == text.count('<span class="badge fail">FAIL</span> <a href="#c')
+
+
+def test_a_page_is_no_pass_if_the_session_failed(fake_runs: pytest.Pytester) -> None:
+    """A subject that could not be run has no report, so that all others may have passed."""
+    pytest.importorskip("jinja2", reason="the page needs rollproof[report]")
+    fake_runs.makepyfile(suite() + "\ndef test_other():\n    assert False\n")
+    fake_runs.runpytest_inprocess("--rollproof-report=out.HTML")
+    text = (fake_runs.path / "out.HTML").read_text(encoding="utf-8")
+
+    assert "<strong>UNKNOWN</strong>" in text
+    assert "pytest ended with exit code 1, though no check failed" in text
