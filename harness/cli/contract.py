@@ -84,10 +84,10 @@ def explain(
 ) -> int:
     """Run a subject, and say field by field what it declares and what its samples show.
 
-    Exit code 1 if a field looks wrong.
+    Exit code 1 if a field looks wrong, 2 if no sample shows anything.
     """
     output = Output(json_target)
-    target = subject_target(subject)
+    target = subject_target(subject, option="the subject")
     if target.about != ROLLOUTS:
         raise UsageError(f"{subject} is no rollout subject: only their contracts are compared.")
     with Meter() as meter:
@@ -103,6 +103,7 @@ def explain(
     unseen = [reading.field for reading in readings if reading.fits is None]
     output.say(f"not to be seen in a run, or not met in this one: {', '.join(unseen)}")
     wrong = [reading for reading in readings if reading.fits is False]
+    seen = any(reading.field in _OF_SAMPLES and reading.observed for reading in readings)
     output.lines(
         [
             (
@@ -114,10 +115,26 @@ def explain(
             )
             for reading in wrong
         ]
-        or [(Style.GOOD, "no field looks wrong; `rollproof verify --subject` judges the values")]
+        or [
+            (Style.GOOD, "no field looks wrong; `rollproof verify --subject` judges the values")
+            if seen
+            else (
+                Style.DOUBT,
+                (
+                    "no sample was delivered, so nothing is known of its fields; `rollproof verify"
+                    f" --subject {subject}` says why"
+                ),
+            )
+        ]
     )
     output.json({"schema": REPORT_SCHEMA, "fields": [_dict(reading) for reading in readings]})
-    return output.ended(ExitCode.FAIL if wrong else ExitCode.PASS)
+    if wrong:
+        return output.ended(ExitCode.FAIL)
+    return output.ended(ExitCode.PASS if seen else ExitCode.UNKNOWN)
+
+
+_OF_SAMPLES = ("finish_reason", "rows", "loss_mask")
+"""Fields that every delivered sample shows."""
 
 
 def _dict(reading: FieldReading) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -91,16 +92,22 @@ def init(
     if asks and like is None and what is What.ROLLOUTS:
         like = _ask_like()
     file = to or _folder() / f"test_{what}.py"
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise UsageError(
+            f"--to {str(file)!r} must name a Python file, such as tests/test_{what}.py."
+        )
     preset = preset_named(like or "verl") if what is What.ROLLOUTS else None
     if preset is not None:
-        text = rollouts_file(preset.name, file=file.name, engine=engine, routes=routes)
+        text = rollouts_file(preset.name, path=_shown(file), engine=engine, routes=routes)
     else:
-        text = PLAIN_FILES[what].format(file=file.name)
+        text = PLAIN_FILES[what].format(file=_shown(file))
     _write(file, text)
     output.lines([(Style.GOOD, f"wrote {file}: {_ABOUT[what]}")])
     if preset is not None:
         output.say(f"  contract   like {preset.name}: {preset.about}")
-    output.say(f"  next       pytest {file}, which passes: put your own code in at the marks")
+    output.say(
+        f"  next       pytest {_shown(file)}, which passes: put your own code in at the marks"
+    )
     return output.ended(ExitCode.PASS)
 
 
@@ -118,6 +125,11 @@ def _ask_like() -> str:
     for preset in PRESETS.values():
         typer.echo(f"  {preset.name:<9} {preset.about}")
     return str(typer.prompt("Whose promises are nearest to yours", default="verl"))
+
+
+def _shown(file: Path) -> str:
+    """Return the path of a file as a shell takes it."""
+    return shlex.quote(file.as_posix())
 
 
 def _folder() -> Path:

@@ -80,13 +80,13 @@ def test_rollouts(check): ...
 
 
 def rollouts_file(
-    like: str, *, file: str, engine: str | None = None, routes: bool | None = None
+    like: str, *, path: str, engine: str | None = None, routes: bool | None = None
 ) -> str:
     """Return the source of the test file.
 
     Args:
         like: The preset whose contract it has.
-        file: The name of the file, for the commands in its comments.
+        path: The path of the file, for the commands in its comments.
         engine: The engine flavour; the preset's first if left out.
         routes: Whether samples carry routed experts; as in the preset if left out.
 
@@ -97,13 +97,12 @@ def rollouts_file(
     chosen = preset.engines[0] if engine is None else engine
     with_routes = preset.routes if routes is None else routes
     contract = contract_of(like, engine=chosen, routes=with_routes)
-    module = file.removesuffix(".py")
     return _FILE.format(
-        file=file,
+        file=path,
         promises=_comment(
             f"What a sample promises its trainer, here as {preset.about}. Change what your code"
             " does otherwise: `rollproof contract fields` lists all values, and `rollproof"
-            f" contract explain {module}:OurRollouts` compares them with what a run shows."
+            f" contract explain {path}:OurRollouts` compares them with what a run shows."
         ),
         engine=chosen,
         contract=contract_source(preset.promises(chosen, routes=with_routes)),

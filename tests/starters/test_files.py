@@ -50,6 +50,7 @@ def test_init_writes_where_tests_are_and_never_over_a_file(
     file = Path("tests/test_rollouts.py")
     written = file.read_text(encoding="utf-8")
     assert "latest-prefill" in written
+    assert "tests/test_rollouts.py:OurRollouts" in written.replace("\n# ", " ")
     assert ExitCode.USAGE == run(["init"])
     assert "exists, and nothing was changed" in capsys.readouterr().err
     assert written == file.read_text(encoding="utf-8")
@@ -57,6 +58,7 @@ def test_init_writes_where_tests_are_and_never_over_a_file(
         (["init", "batches", "--like", "verl"], "options of rollouts"),
         (["init", "--like", "nothing", "--to", "a.py"], "No preset is named"),
         (["init", "--to", "no/such/folder.py"], "cannot be written"),
+        (["init", "--to", "my test.py"], "must name a Python file"),
         (["init", "--like", "trl", "--routes", "--to", "b.py"], "carry no routes"),
     ):
         assert ExitCode.USAGE == run(arguments)

@@ -110,3 +110,10 @@ def test_the_command_says_which_field_looks_wrong(
     fields = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["fields"]
     assert ["dtype"] == [field["field"] for field in fields if field["fits"] is False]
     assert ExitCode.USAGE == run(["contract", "explain", "no_such:Thing"])
+    (tmp_path / "test_raising.py").write_text(
+        text.replace("return await self.client.generate(request)", "raise ValueError('no')"),
+        encoding="utf-8",
+    )
+    capsys.readouterr()
+    assert ExitCode.UNKNOWN == run(["contract", "explain", "test_raising:OurRollouts"])
+    assert "no sample was delivered" in capsys.readouterr().out
