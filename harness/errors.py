@@ -58,7 +58,7 @@ class ConformanceError(RollproofError, AssertionError):
 
     def __init__(self, text: str, headline: str = "") -> None:
         super().__init__(text)
-        self.headline = headline or text.partition("\n")[0]
+        self.headline: str = headline or text.partition("\n")[0]
 
 
 class SubjectError(RollproofError, TypeError):
