@@ -234,6 +234,7 @@ class _PartEdited(Collator):
         return self.edited(super().rows(batch))
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:
+        """Return the changed rows: each bug has its own."""
         raise NotImplementedError(f"{type(self).__name__} must override ``edited``")
 
 

@@ -151,6 +151,20 @@ _KEPT_KV = ("keep", "updates happen in flight, and running calls keep their KV")
 _ENVIRONMENT_MASKED = (True, "0 on the environment's tokens")
 _NO_LOGPROB_OF_ENVIRONMENT = ("masked", "the environment's tokens have none, and mask 0")
 
+_OF_SLIME: Mapping[str, tuple[Any, str]] = {
+    "resume": ("client", "an aborted sample is sent again by a later rollout"),
+    "versions": ("call", "weight_versions has one entry an HTTP call, no lengths"),
+    "abort_surfaces": _HIDDEN_ABORTS,
+    "loss_mask": (True, "loss_mask of the response"),
+    "partial_off": ("dropped", "without --partial-rollout aborted samples go"),
+    "sampling": _OWN_SAMPLING,
+    "kv_policy": _RECOMPUTED,
+}
+"""miles is a fork of slime, and keeps these."""
+_ROUTES_OF_SLIME: Mapping[str, tuple[Any, str]] = {
+    "provenance": ("latest-prefill", "the routes of the last call replace all")
+}
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         preset.name: preset
@@ -199,31 +213,15 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "slime",
                 "a Sample (slime.rollout.sglang_rollout)",
                 ("sglang",),
-                {
-                    "resume": ("client", "an aborted sample is sent again by a later rollout"),
-                    "versions": ("call", "weight_versions has one entry an HTTP call, no lengths"),
-                    "abort_surfaces": _HIDDEN_ABORTS,
-                    "loss_mask": (True, "loss_mask of the response"),
-                    "partial_off": ("dropped", "without --partial-rollout aborted samples go"),
-                    "sampling": _OWN_SAMPLING,
-                    "kv_policy": _RECOMPUTED,
-                },
-                {"provenance": ("latest-prefill", "the routes of the last call replace all")},
+                _OF_SLIME,
+                _ROUTES_OF_SLIME,
             ),
             _preset(
                 "miles",
                 "a Sample (miles.rollout.sglang_rollout)",
                 ("sglang",),
-                {
-                    "resume": ("client", "an aborted sample is sent again by a later rollout"),
-                    "versions": ("call", "weight_versions has one entry an HTTP call, no lengths"),
-                    "abort_surfaces": _HIDDEN_ABORTS,
-                    "loss_mask": (True, "loss_mask of the response"),
-                    "partial_off": ("dropped", "without --partial-rollout aborted samples go"),
-                    "sampling": _OWN_SAMPLING,
-                    "kv_policy": _RECOMPUTED,
-                },
-                {"provenance": ("latest-prefill", "the routes of the last call replace all")},
+                _OF_SLIME,
+                _ROUTES_OF_SLIME,
             ),
             _preset(
                 "areal",

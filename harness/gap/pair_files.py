@@ -86,6 +86,7 @@ def read_columns(
             columns = _flattened(columns, lists, path)
         values = {name: _numpy(name, column) for name, column in columns.items()}
     except pa.ArrowNotImplementedError as error:
+        # plain values in a form of lists, runs or views that this release of Arrow has no code for
         kinds = ", ".join(f"{name} {table.column(name).type}" for name in table.column_names)
         raise GapError(
             f"{path} has a column of a kind that Arrow cannot work with ({kinds}): write plain"
