@@ -1,0 +1,119 @@
+"""What all commands share: bad arguments, help, internal errors, and the completion of shells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollproof.cli import app as app_module
+from rollproof.cli.app import run
+from rollproof.judging.report import ExitCode
+from tests.support.command_line import output_of
+
+pytestmark = pytest.mark.usefixtures("command_folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["verify", "--profile", "nosuch"],
+            "No profile is named 'nosuch'; choose one of ['pr', 'nightly', 'soak'].",
+        ),
+        (["verify", "--only", "routs"], "Did you mean routes"),
+        (
+            ["verify", "--subject", "nosuch:thing"],
+            "There is no module 'nosuch': --subject searches the current folder",
+        ),
+        (["verify", "--subject", "nosuch"], "must be written module:factory"),
+        (["verify", "--subject", "no/such.py:X"], "There is no file no/such.py: --subject takes"),
+        (["verify", "--subject", "json:dumper"], "json has no 'dumper'. Did you mean dump"),
+        (["verify", "--subject", "sys:path"], "sys:path is a list, not a factory"),
+        (
+            ["verify", "--subject", "tests.support.faulty_subjects:Unfinished"],
+            "without ['update_weights', 'to_record', 'stop']",
+        ),
+        (["verify", "--stack", "nosuch"], "No stack is named 'nosuch'."),
+        (["verify", "--stack", "verl", "--subject", "a:b"], "Give --stack or --subject, not both"),
+        (["verify", "--part", "client"], "--part is an option of --stack: give --stack too."),
+        (["verify", "--flavour", "nosuch"], "No engine flavour is named ['nosuch']"),
+        (
+            ["verify", "--seed", "x"],
+            "unable to parse string as an integer. See `rollproof verify --help`.",
+        ),
+        ([], "rollproof: error: Name a command. See `rollproof --help`."),
+        (["verify", "--subject", "exiting:Subject"], "exiting cannot be imported: SystemExit: 0."),
+        (
+            ["verify", "--subject", "broken:Subject"],
+            "broken cannot be imported: RuntimeError: one two.",
+        ),
+        (["verify", "--subject", "os.path:join"], "os.path:join could not be created: TypeError"),
+        (
+            ["verify", "--witness-dir", "plain/deep"],
+            "Cannot write into plain/deep: Not a directory. Choose a folder that you may write to.",
+        ),
+        (["verify", "--accept", "--expected", "plain/deep.toml"], "Cannot write plain/deep.toml"),
+        (["verify", "--seed", "-1"], "seed=-1 must be an integer >= 0"),
+        (["verify", "--accept"], "name the file with --expected FILE."),
+        (["verify", "--expected", "no.toml"], "There is no file of expected failures at no.toml"),
+        (["verify", "--bogus"], "No such option: --bogus"),
+        (["nosuch"], "No such command 'nosuch'."),
+        (["check"], "Missing argument 'TRACE...'"),
+        (["check", "nosuch.arrow"], "There is no trace at nosuch.arrow"),
+        (["replay", "nosuch.json"], "There is no trace at nosuch.json"),
+        (["known-bugs", "nosuch"], "No known bug is named 'nosuch'"),
+        (["checks", "nosuch"], "No check or family is named 'nosuch'"),
+        (["checks", "--json", "plain/out.json"], "Cannot write plain/out.json"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    """Exit code 254, and an error that says what is valid."""
+    assert text in output_of(capsys, *arguments, code=ExitCode.USAGE)
+
+
+def test_help_ends_with_success(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help and --version print to standard output and end with 0."""
+    assert "known-bugs" in output_of(capsys, "--help", code=0)
+    assert output_of(capsys, "--version", code=0).startswith("rollproof 0.")
+
+
+def test_an_internal_error_says_how_to_report_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of our own is exit code 255 and no traceback, which --debug shows, wherever it stands
+    among the arguments.
+    """
+
+    def broken(**_: Any) -> int:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(app_module, "app", broken)
+    text = output_of(capsys, "verify", code=ExitCode.INTERNAL)
+
+    assert (
+        "internal error: ZeroDivisionError: division by zero.\nThis is a fault of rollproof, not of"
+        " the code under test." in text
+    )
+    assert ExitCode.INTERNAL == run(["verify", "--debug"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_shell_completes_commands(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script for a shell can be printed, and the shell's request is answered: exit code 0 and
+    nothing on standard error.
+    """
+    assert ExitCode.PASS == run(["--show-completion", "bash"])
+    assert "_ROLLPROOF_COMPLETE=complete_bash" in capfd.readouterr().out
+    for name, value in (
+        ("_ROLLPROOF_COMPLETE", "complete_bash"),
+        ("COMP_WORDS", "rollproof kn"),
+        ("COMP_CWORD", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert ExitCode.PASS == run([])
+    assert ("known-bugs", "") == tuple(text.strip() for text in capfd.readouterr())
