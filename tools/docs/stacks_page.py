@@ -64,7 +64,7 @@ def stacks_page() -> Iterator[str]:
         " holds its verdicts to the matrix of"
     )
     yield (
-        "`verdicts.toml` in its folder of [harness/stacks](../harness/stacks). What fails is shown by hand in"
+        "`verdicts.toml` in its folder of harness/stacks. What fails is shown by hand in"
         " [track-record.md](track-record.md)."
     )
     yield (

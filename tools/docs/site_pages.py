@@ -1,0 +1,49 @@
+"""Hook of mkdocs.yml: pages of the site that are files of the checkout outside of docs/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+}
+"""Files of the checkout, and what they are called in the site."""
+
+_LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    for file, name in PAGES.items():
+        text = (ROOT / file).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+    """Point links that leave docs/ to the pages above, and links of those pages into docs/.
+
+    Links to other files of the checkout become plain text.
+    """
+    origin = {name: file for file, name in PAGES.items()}.get(page.file.src_uri)
+    folder = (ROOT / origin if origin else ROOT / "docs" / page.file.src_uri).parent
+
+    def target(match: re.Match[str]) -> str:
+        path = (folder / match["target"]).resolve()
+        anchor = match["anchor"] or ""
+        up = "../" * page.file.src_uri.count("/")
+        if path.is_relative_to(ROOT / "docs"):
+            return match[0] if not origin else f"]({path.relative_to(ROOT / 'docs')}{anchor})"
+        if (name := PAGES.get(str(path.relative_to(ROOT)))) is not None:
+            return f"]({up}{name}{anchor})"
+        return f"]({match['target']})"
+
+    return _LINK.sub(target, markdown)
