@@ -24,7 +24,9 @@ from rollproof.verification.subject_kinds import KINDS, kind_of
 __all__ = [
     "Target",
     "engine_target",
+    "foreign_code",
     "named_factory",
+    "options_of_recipe",
     "references",
     "stack_targets",
     "subject_target",
@@ -201,6 +203,37 @@ def engine_target(name: str, model: str | None) -> Target:
     )
 
 
+def foreign_code(recipe: Mapping[str, Any]) -> str | None:
+    """Return what a recipe runs that is not part of rollproof, in words; ``None`` for a reference.
+
+    Whoever writes a trace chooses its recipe, so nothing of it may run unless the user agrees.
+    """
+    if isinstance(subject := recipe.get("subject"), str):
+        return f"the subject {subject}"
+    if isinstance(engine := recipe.get("engine"), str):
+        model = recipe.get("model")
+        return f"the engine {engine}" + (f" with the model {model}" if model else "")
+    if isinstance(stack := recipe.get("stack"), str):
+        checkout = recipe.get("checkout")
+        return f"the stack {stack}" + (f" of the checkout {checkout}" if checkout else "")
+    return None
+
+
+def options_of_recipe(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the options of ``rollproof replay`` that name what a recipe names.
+
+    There are none for a checkout and for an engine: there ``replay`` asks for --trust-subject.
+    """
+    if isinstance(subject := recipe.get("subject"), str):
+        return ["--subject", subject]
+    stack, part = recipe.get("stack"), recipe.get("part")
+    if isinstance(stack, str) and "checkout" not in recipe:
+        version = recipe.get("version")
+        spec = f"{stack}=={version}" if version else stack
+        return ["--stack", spec, *(["--part", part] if isinstance(part, str) else [])]
+    return []
+
+
 def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     """Return the target that the recipe in a trace's header describes.
 
@@ -208,13 +241,6 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     """
     if isinstance(recipe.get("subject"), str):
         about = recipe.get("about")
-        file = Path(recipe["subject"].rpartition(":")[0])
-        # A trace may come from anybody: it must not choose a file outside of this project.
-        if file.suffix == ".py" and not file.resolve().is_relative_to(Path.cwd()):
-            raise UsageError(
-                f"The trace names the subject {recipe['subject']!r}, a file outside of the current"
-                " folder: name one with --subject module:factory."
-            )
         return subject_target(recipe["subject"], about if about in KINDS else None)
     if isinstance(recipe.get("engine"), str):
         return engine_target(recipe["engine"], recipe.get("model"))

@@ -8,7 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rollproof.cli.named_targets import Target, stack_targets, subject_target, target_of_recipe
+from rollproof.cli.named_targets import (
+    Target,
+    foreign_code,
+    stack_targets,
+    subject_target,
+    target_of_recipe,
+)
 from rollproof.cli.output import JsonTarget, Output
 from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
@@ -32,7 +38,7 @@ def replay(
         typer.Option(
             "--subject",
             metavar="MODULE:FACTORY",
-            help="Run this subject instead of the one that the file names.",
+            help="Run this subject, whatever the file names.",
         ),
     ] = None,
     stack: Annotated[
@@ -42,9 +48,19 @@ def replay(
     part: Annotated[
         str | None, typer.Option("--part", metavar="NAME", help="The part of the stack to run.")
     ] = None,
+    trust_subject: Annotated[
+        bool,
+        typer.Option(
+            "--trust-subject",
+            help="Import and run what the file names. A file from somebody else can name any code.",
+        ),
+    ] = False,
     json_target: JsonTarget = None,
 ) -> int:
     """Judge the recorded trace of a counterexample, run its case again, and compare.
+
+    A file chooses no code: name the subject, or agree to the one that the file names
+    (--trust-subject). References of rollproof run without.
 
     Exit code 1: a check that failed in the recorded trace fails again (reproduced), or only other
     checks fail (another fault), or nothing failed in the recorded trace and a check fails now (new
@@ -61,7 +77,7 @@ def replay(
         output.say(
             "It has no events, so nothing could be judged as recorded: only the new run counts."
         )
-    target = _target(trace, subject, stack, part)
+    target = _target(trace, subject, stack, part, trusted=trust_subject)
     if target is None:
         output.say(
             "The file does not say how to make its subject: only the recorded trace was judged."
@@ -83,7 +99,7 @@ def replay(
 
 
 def _target(
-    trace: Trace, subject: str | None, stack: str | None, part: str | None
+    trace: Trace, subject: str | None, stack: str | None, part: str | None, *, trusted: bool
 ) -> Target | None:
     if subject is not None and stack is not None:
         raise UsageError("Give --subject or --stack, not both: one run replays on one of them.")
@@ -98,7 +114,16 @@ def _target(
                 f" {[target.name for target in targets]}."
             )
         return targets[0]
-    return target_of_recipe(trace.header.recipe) if trace.header.recipe else None
+    recipe = trace.header.recipe
+    if not recipe:
+        return None
+    code = foreign_code(recipe)
+    if code is not None and not trusted:
+        raise UsageError(
+            f"The file names {code}, and running it again runs that code. Add --trust-subject if"
+            " you know where the file comes from, or say what to run with --subject or --stack."
+        )
+    return target_of_recipe(recipe)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rollproof.cli.named_targets import options_of_recipe
 from rollproof.cli.output import Meter, Output
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
@@ -72,7 +74,7 @@ def show(
     chosen = _chosen(survey, finding) if request is None else None
     if chosen is not None:
         number = survey.findings.index(chosen) + 1
-        told = {**chosen.finding, "witness": _rerun(trace, file)}
+        told = {**chosen.finding, "rerun": _rerun(trace, file)}
         output.lines(
             finding_story_lines(
                 told,
@@ -89,8 +91,8 @@ def show(
     if html is not None:
         from rollproof.cli.shown_page import write_shown_page
 
-        witness = _rerun(trace, file)
-        write_shown_page(trace, survey, html, finding=chosen, request=request, witness=witness)
+        rerun = _rerun(trace, file)
+        write_shown_page(trace, survey, html, finding=chosen, request=request, rerun=rerun)
         output.say()
         output.say(f"drawn in {html}")
     notes = [text for text in (survey.ending, survey.error) if text]
@@ -109,10 +111,13 @@ def _chosen(survey: Survey, number: int | None) -> SurveyedFinding | None:
     return findings[number - 1]
 
 
-def _rerun(trace: TraceFile, file: Path) -> str | None:
-    """Return the file if ``rollproof replay`` can run it again."""
+def _rerun(trace: TraceFile, file: Path) -> str:
+    """Return the command that runs a file again; "" if it cannot be run."""
     header = trace.header
-    return str(file) if header.case is not None and header.recipe is not None else None
+    if header.case is None or header.recipe is None:
+        return ""
+    # anybody may have written the file: the command says what it runs
+    return shlex.join(["rollproof", "replay", str(file), *options_of_recipe(header.recipe)])
 
 
 def _list_others(output: Output, survey: Survey, told: int) -> None:

@@ -24,7 +24,7 @@ def write_shown_page(
     *,
     finding: SurveyedFinding | None,
     request: str | None,
-    witness: str | None,
+    rerun: str,
 ) -> None:
     """Write the page of a finding, or of a request (``None``: the first one). Raises as
     ``write_page``.
@@ -58,7 +58,7 @@ def write_shown_page(
             header=part.header,
             counts=counts,
             drawing=drawing,
-            finding=None if finding is None else _shown(finding, witness),
+            finding=None if finding is None else _shown(finding, rerun),
             request=name if finding is None else None,
             story=story,
             maps=_maps(finding, told),
@@ -88,11 +88,11 @@ def _story(finding: SurveyedFinding | None, told: ToldRequest | None) -> list[di
     return [] if told is None else [moment_dict(moment) for moment in told.story]
 
 
-def _shown(finding: SurveyedFinding, witness: str | None) -> ShownFinding:
+def _shown(finding: SurveyedFinding, rerun: str) -> ShownFinding:
     return ShownFinding(
         check=finding.check,
         promise=default_registry()[finding.check].promise,
-        finding={**finding.finding, "witness": witness},
+        finding={**finding.finding, "rerun": rerun},
     )
 
 

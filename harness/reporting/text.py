@@ -6,6 +6,7 @@ delivers.
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rollproof.core.trace import Header
+from rollproof.reporting.commands import replay_command
 
 __all__ = [
     "KINDS",
@@ -278,11 +280,15 @@ def finding_lines(
         ("expected", finding["expected"]),
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
-        ("more", f"rollproof checks {check_id}" if check_id else ""),
-        ("rerun", f"rollproof replay {witness}" if witness else ""),
-        ("show", f"rollproof show {witness}" if witness and not is_shown else ""),
     ]
     yield from _rows(rows, width)
+    commands = [
+        ("more", f"rollproof checks {check_id}" if check_id else ""),
+        ("rerun", replay_command(finding, witness)),
+        ("show", f"rollproof show {shlex.quote(witness)}" if witness and not is_shown else ""),
+    ]
+    # a command stays on one line, so that it can be copied
+    yield from ((Style.PLAIN, f"       {name:<9} {text}") for name, text in commands if text)
 
 
 def _rows(rows: Iterable[tuple[str, str]], width: int) -> Iterator[Line]:
@@ -327,8 +333,9 @@ def finding_headline(check: Mapping[str, Any]) -> str:
     finding = check["findings"][0]
     place = [place_text(finding["where"]), finding.get("flavour", "")]
     facts = f" ({'; '.join(fact for fact in place if fact)})" if any(place) else ""
-    rerun = f"; rollproof replay {_relative(finding['witness'])}" if finding["witness"] else ""
-    return f"{finding['title']}{facts}{rerun}"
+    witness = _relative(finding["witness"]) if finding["witness"] else ""
+    rerun = replay_command(finding, witness)
+    return f"{finding['title']}{facts}{f'; {rerun}' if rerun else ''}"
 
 
 def failure_headline(report: Mapping[str, Any]) -> str:

@@ -77,8 +77,12 @@ def test_a_counterexample_is_kept_run_again_and_checked(capsys: pytest.CaptureFi
     )
     witness = ".rollproof/my_trainers.Mine/replay.forward.json"
 
-    assert "FAIL  replay.forward" in text and f"rollproof replay {witness}" in text
-    assert "reproduced" in output_of(capsys, "replay", witness, code=ExitCode.FAIL)
+    assert (
+        "FAIL  replay.forward" in text and f"rollproof replay {witness} --trust-subject\n" in text
+    )
+    assert "reproduced" in output_of(
+        capsys, "replay", witness, "--trust-subject", code=ExitCode.FAIL
+    )
     assert "fixed" in output_of(capsys, "replay", witness, "--subject", GOOD, code=ExitCode.PASS)
     checked = output_of(capsys, "check", witness, code=ExitCode.FAIL)
     assert "FAIL  replay.forward" in checked and "rows routed in forward" in checked
@@ -101,11 +105,13 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     data["header"]["case"] = {"episodes": ["nosuch"]}
     path.write_text(json.dumps(data))
     assert "This trainer has no episodes ['nosuch']" in output_of(
-        capsys, "replay", str(path), code=ExitCode.USAGE
+        capsys, "replay", str(path), "--trust-subject", code=ExitCode.USAGE
     )
     data["header"]["case"] = {"requests": []}
     path.write_text(json.dumps(data))
-    assert "names no episodes" in output_of(capsys, "replay", str(path), code=ExitCode.USAGE)
+    assert "names no episodes" in output_of(
+        capsys, "replay", str(path), "--trust-subject", code=ExitCode.USAGE
+    )
 
 
 @pytest.mark.parametrize(

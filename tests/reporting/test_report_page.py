@@ -137,7 +137,7 @@ def test_every_finding_of_a_failed_run_is_there() -> None:
         for name, value in zip(rows, values, strict=True):
             assert f"<dt>{name}</dt><dd><pre>{value}</pre></dd>" in text
         assert f"<b>broken here:</b> {title}" in text
-        assert f"rollproof show {title}" in text
+        assert f"rollproof show &#39;{title}&#39;" in text
     assert "92 more findings of this check were counted." in text
     assert "Left out" not in text
 

@@ -99,7 +99,7 @@ MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
        hint      The rows of every call were concatenated. The resumed call returns the rows of its whole prefix
                  again: keep the rows of the first call up to where the second begins, then append.
        more      rollproof checks routes.rows
-       rerun     rollproof replay .rollproof/routes.rows.json
+       rerun     rollproof replay .rollproof/routes.rows.json --trust-subject
        show      rollproof show .rollproof/routes.rows.json
      ... and 4 more findings of this check
   UNKNOWN  weights.pause: not exercised: no pause occurred

@@ -128,7 +128,7 @@ def test_the_story_needs_no_script() -> None:
     text = page_of(traced(3), "r1", finding("3 rows"))
     assert "<b>broken here:</b> r1 delivered: 4 tokens" in text
     assert "FAIL" in text and "Rows are counted." in text
-    assert "rollproof replay 3 rows" in text
+    assert "rollproof replay &#39;3 rows&#39; --trust-subject" in text
 
 
 def test_colours_have_two_schemes() -> None:

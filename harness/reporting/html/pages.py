@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from rollproof.errors import ExtraError
+from rollproof.reporting.commands import replay_command
 from rollproof.reporting.text import place_text
 
 __all__ = ["finding_rows", "page_template", "require_packages", "story_values"]
@@ -67,7 +68,7 @@ def finding_rows(finding: Mapping[str, Any], check: str) -> list[tuple[str, str]
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
         ("more", f"rollproof checks {check}"),
-        ("rerun", f"rollproof replay {finding['witness']}" if finding["witness"] else ""),
+        ("rerun", replay_command(finding)),
     ]
     return [(name, value) for name, value in rows if value]
 

@@ -6,6 +6,7 @@ Takes the JSON form of a report (schema 1), as the reports in text do. Needs jin
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -304,7 +305,7 @@ def _check(check: Mapping[str, Any], number: int, cut: _Cut) -> dict[str, Any]:
         story = cut.story(finding.get("story", ()))
         rows = finding_rows(finding, check["id"])
         if finding["witness"]:
-            rows.append(("show", f"rollproof show {finding['witness']}"))
+            rows.append(("show", f"rollproof show {shlex.quote(finding['witness'])}"))
         findings.append(
             {
                 "title": cut.text(finding["title"]),
