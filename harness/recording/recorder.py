@@ -7,7 +7,6 @@ absent, and the checks that need it stay unknown.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -39,24 +38,16 @@ from rollproof.core.record_validation import validate_output, validate_request, 
 from rollproof.core.records import EngineOutput, Request, Rollout, Scalar, Version, as_tokens
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import (
-    ConformanceError,
-    ExpectationError,
     RollproofError,
     SubjectError,
     TraceError,
     UsageError,
 )
-from rollproof.invariants import default_registry
-from rollproof.judging.checks import Verdict
-from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
-from rollproof.judging.situations import SituationCounter
+from rollproof.recording.saving import save_trace
+from rollproof.recording.verdicts import checks_of_rollouts, raise_for_failures, report_of
 from rollproof.recording.wrapping import WatchedCall, check_wrapping, watch_calls
-from rollproof.reporting.text import check_lines, failure_headline, summary_text, text_of
-from rollproof.verification.argument_checks import as_expected, as_names, as_path
-from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
-from rollproof.verification.options import ROLLOUTS
-from rollproof.verification.traces import judge
+from rollproof.verification.argument_checks import as_expected, as_path
 
 __all__ = ["EngineCall", "Recording", "record"]
 
@@ -154,13 +145,7 @@ class Recording:
             )
         if not isinstance(name, str):
             raise UsageError(f"record() takes text as `name`, not {type(name).__name__}.")
-        registry = default_registry()
-        selected = as_names(only, "only")
-        self._registry = (
-            registry.select(selected)
-            if selected
-            else Registry([check for check in registry if check.judges(ROLLOUTS)])
-        )
+        self._registry = checks_of_rollouts(only)
         self._expected = as_expected(expected)
         self._header = Header(subject=name, contract=contract, engine=engine, profile="recorded")
         self._save = None if save is None else as_path(save, "save")
@@ -374,27 +359,7 @@ class Recording:
 
     def _save_trace(self) -> TraceError | None:
         """Write the trace to its file; returns the error if that failed."""
-        if self._save is None:
-            return None
-        from rollproof.store import dump_trace
-
-        try:
-            self._save.parent.mkdir(parents=True, exist_ok=True)
-            dump_trace(self.recorded, self._save)
-        except (TraceError, OSError) as error:
-            try:
-                # A run with real engines may have taken hours.
-                fallback = Path(tempfile.mkdtemp(prefix="rollproof-")) / self._save.name
-                dump_trace(self.recorded, fallback)
-            except (TraceError, OSError):
-                return TraceError(
-                    f"The recorded trace could not be saved: {describe_error(error)}."
-                )
-            return TraceError(
-                f"The recorded trace could not be saved as {self._save}: {describe_error(error)}."
-                f" It was saved as {fallback}."
-            )
-        return None
+        return None if self._save is None else save_trace(self.recorded, self._save)
 
     def _add(self, event: Event, method: str) -> None:
         _refuse_misfit(event, method)
@@ -461,50 +426,10 @@ class Recording:
                 "Nothing was recorded: wrap the rollout function with trace.rollout(...), or call"
                 " trace.submit(...)."
             )
-        trace = self.recorded
-        situations = SituationCounter()
-        for event in trace.events:
-            situations.event(event)
-        results = judge(trace, self._registry).results
-        passed = Registry([result.check for result in results if result.verdict is Verdict.PASS])
-        # A canary in a trace that fails already shows nothing, unless its own check passes.
-        plantable = any(plant.check_id in passed.ids for plant in SAMPLE_PLANTS) or all(
-            result.verdict is not Verdict.FAIL for result in results
-        )
-        self._report = Report(
-            subject=self._header.subject,
-            profile="recorded",
-            seed=0,
-            results=results,
-            exercised=situations.counts,
-            canary=try_canary([trace] if plantable else [], passed, SAMPLE_PLANTS),
-            expected=self._expected,
-            cases=1,
-        )
-        data = self._report.to_dict()
+        self._report = report_of(self.recorded, self._registry, self._expected)
         if self._on_report is not None:
-            self._on_report(data)
-        # Strict like a file of expected failures.
-        stale = [
-            result.id
-            for result in results
-            if result.id in self._expected and result.verdict is Verdict.PASS
-        ]
-        if self._report.failed:
-            failed = [
-                line
-                for check in data["checks"]
-                if check["verdict"] == "fail"
-                for line in check_lines(check)
-            ]
-            raise ConformanceError(
-                f"{self._header.subject}: {summary_text(data)}\n{text_of(failed)}",
-                failure_headline(data),
-            )
-        if stale:
-            raise ExpectationError(
-                f"Expected to fail, but passing: {', '.join(stale)}. Remove them from `expected`."
-            )
+            self._on_report(self._report.to_dict())
+        raise_for_failures(self._report)
         # Last, because findings are more urgent than a test that ended too early.
         if self._owners.ids:
             raise UsageError(
