@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollproof.judging.report import Report
     from rollproof.pytest_plugin.session_state import State
     from rollproof.recording.recorder import Recording
+    from rollproof.recording.served_fleet import ServedFleet
 
 __all__ = ["OPTIONS", "Option", "state_of"]
 
@@ -111,6 +112,8 @@ OPTIONS = (
     ),
 )
 
+_FLEETS = pytest.StashKey["list[ServedFleet]"]()
+"""The fake servers that a test has started."""
 _FRESH_SEED = pytest.StashKey[int]()
 _STATE: pytest.StashKey[State] = pytest.StashKey()
 
@@ -195,6 +198,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
         from rollproof.pytest_plugin.items import run_item
 
         run_item(pyfuncitem, state_of(pyfuncitem.config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Judge the fake servers of a test when its body has ended well: a finding is a failure of the
+    test, and not an error of its teardown.
+    """
+    outcome = yield
+    fleets = item.stash.get(_FLEETS, None)
+    if fleets:
+        from rollproof.pytest_plugin.served_fleets import judge_fleets
+
+        judge_fleets(item, fleets, state_of(item.config))
+    return outcome
 
 
 @pytest.hookimpl(wrapper=True)
@@ -298,6 +315,28 @@ def rollproof_record(request: pytest.FixtureRequest) -> Callable[..., Recording]
         )
 
     return start
+
+
+@pytest.fixture
+def rollproof_sglang(request: pytest.FixtureRequest) -> Iterator[Callable[..., ServedFleet]]:
+    """Start fake SGLang servers for a test, and judge what they saw when it ends.
+
+    ``fleet = rollproof_sglang(contract)`` starts them; ``fleet.url`` is their address. Findings
+    fail the test; one in which nothing could be judged is unknown. Arguments as in
+    ``rollproof.recording.served_fleet.ServedFleet``; ``only`` is the session's
+    ``--rollproof-only`` unless the test gives its own.
+    """
+    from rollproof.pytest_plugin.served_fleets import start_fleets
+
+    yield from start_fleets("sglang", request, _FLEETS, state_of(request.config))
+
+
+@pytest.fixture
+def rollproof_vllm(request: pytest.FixtureRequest) -> Iterator[Callable[..., ServedFleet]]:
+    """The same as ``rollproof_sglang``, with fake vLLM servers."""
+    from rollproof.pytest_plugin.served_fleets import start_fleets
+
+    yield from start_fleets("vllm", request, _FLEETS, state_of(request.config))
 
 
 @pytest.fixture

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import partial
 from random import getrandbits
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from rollproof.core.contract import KvPolicy
 from rollproof.core.engine_contract import StreamMode
@@ -22,16 +24,20 @@ from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.inflight import InflightCall, Wire
-from rollproof.fakes.http.call_samples import CallAttribution, Samples
+from rollproof.fakes.http.call_samples import CURRENT_ROLLOUT, CallAttribution, Samples
 from rollproof.fakes.http.connections import delivery_of
 from rollproof.fakes.http.fault_plan import FaultPlan, PlanProgress, WireFault, WireFaultKind
+from rollproof.fakes.http.report_headers import OWNER_HEADER, ROLLOUT_HEADER
 from rollproof.fakes.http.request_body import BadRequest, header_of, text_of
 from rollproof.fakes.http.serve_options import ServeOptions
 
-__all__ = ["OWNER_HEADER", "CallSpec", "EngineBackend"]
+__all__ = ["CallSpec", "EngineBackend"]
 
-OWNER_HEADER = "x-rollproof-request"
-"""The header by which a client may say which of its requests a call belongs to."""
+_CALLERS: Sequence[tuple[ContextVar[Any], str]] = (
+    (CURRENT_REQUEST, OWNER_HEADER),
+    (CURRENT_ROLLOUT, ROLLOUT_HEADER),
+)
+"""What a client's headers say of the caller, and where the engine's hooks look for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +110,11 @@ class EngineBackend:
         else:
             if first is None:
                 self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
-                self.samples = Samples(self.recorder)
+                promised = options.contract
+                self.samples = Samples(
+                    self.recorder,
+                    opens_rollouts=promised is not None and not promised.multi_turn,
+                )
                 self.attribution = CallAttribution(
                     self.samples, self.plan.actions, self.recorder, options
                 )
@@ -194,8 +204,11 @@ class EngineBackend:
                 raise BadRequest(f"Duplicate request ID detected: {spec.rid}", param="rid")
             self._rids.add(spec.rid)
         # the engine's hooks look there: a call has no field for the request of its caller
-        owner = header_of(request.scope, OWNER_HEADER)
-        token = None if owner is None else CURRENT_REQUEST.set(owner)
+        tokens: list[tuple[ContextVar[Any], Token[Any]]] = [
+            (variable, variable.set(value))
+            for variable, name in _CALLERS
+            if (value := header_of(request.scope, name)) is not None
+        ]
         delivery = delivery_of(request.scope)
         wire = Wire(
             stream,
@@ -226,8 +239,8 @@ class EngineBackend:
                 self.samples.answered(spec.rid, spec.prompt, output if wire.open else None)
             # the delivery refers to the wire: together they would wait for the garbage collector
             wire.caller_left = None
-            if token is not None:
-                CURRENT_REQUEST.reset(token)
+            for variable, token in tokens:
+                variable.reset(token)
             if unique:
                 # after an abort, too: SGLang once kept the id of a queued call, and refused it when
                 # it was sent again (sglang#24070)
@@ -257,6 +270,13 @@ class EngineBackend:
         if name not in self._versions:
             self._versions[name] = max(self._versions.values(), default=0) + 1
         return self._versions[name]
+
+    def request_named(self, scope: Scope) -> str | None:
+        """Return the request that a client names in the headers of a call."""
+        owner, rollout = header_of(scope, OWNER_HEADER), header_of(scope, ROLLOUT_HEADER)
+        if owner is None and rollout is not None and self.samples is not None:
+            return self.samples.request_of_rollout(rollout)
+        return owner
 
     def new_id(self) -> str:
         """Return a random handle for a call that its client gave none."""

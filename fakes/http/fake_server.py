@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rollproof.fakes.engine.exceptions import BadCall, ReplyLost, ServerDied
 from rollproof.fakes.http.connections import Delivery, connection_of, delivery_of
-from rollproof.fakes.http.engine_backend import OWNER_HEADER, EngineBackend
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fault_plan import WireFault, WireFaultKind
 from rollproof.fakes.http.request_body import BadRequest, UncaughtError, encode_json, header_of
 
@@ -185,7 +185,7 @@ class FakeServer:
         fault = (
             None
             if faults is None
-            else faults.due(scope["path"], body, header_of(scope, OWNER_HEADER))
+            else faults.due(scope["path"], body, self._backend.request_named(scope))
         )
         if fault is None:
             await self._route(scope, receive, send)

@@ -7,6 +7,7 @@ import gc
 import importlib
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -15,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.base import Event
 from rollproof.core.trace import TraceSink
 from rollproof.errors import RollproofError, UsageError
@@ -31,6 +33,7 @@ from rollproof.simulation.memory_network import Network
 __all__ = [
     "SERVERS",
     "FlushingSink",
+    "ServingThread",
     "bound_socket",
     "routing",
     "serve_forever",
@@ -155,35 +158,166 @@ def serve_forever(
 
     async def run() -> list[str]:
         stopping = asyncio.Event()
-        # a failed sink stops the server as a signal does
-        flushing = [FlushingSink(sink, stopping.set) for sink in sinks]
-        count = max(1, len(sockets) - 1)
-        backends = _sharing_a_trace(options, count, flushing, keep=False, plan=plan)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             # not possible outside of a main thread, nor on Windows
             with suppress(NotImplementedError, ValueError, RuntimeError):
                 loop.add_signal_handler(number, stopping.set)
-        async with _listening(_with_router(server, backends, sockets, kind), access_log=access_log):
-            # What is there now stays to the end: the collector need not look at it at every few
-            # requests. vLLM and SGLang start their servers in the same way.
-            gc.collect()
-            gc.freeze()
-            await stopping.wait()
-            gc.unfreeze()
-            # Streams end and waiting clients are answered before uvicorn closes their connections.
-            for backend in backends:
-                await backend.engine.abort("*")
-        for sink in flushing:
-            sink.close()
-        if plan is None:
-            return []
-        attribution = backends[0].attribution
-        waiting = () if attribution is None else attribution.waiting
-        return list(plan_summary(plan, (backend.faults for backend in backends), waiting))
+        return await _serve_until(
+            stopping,
+            server,
+            options,
+            sockets,
+            sinks,
+            access_log=access_log,
+            plan=plan,
+            kind=kind,
+            ready=freeze,
+        )
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run())
+    def freeze(_backends: object) -> None:
+        # What is there now stays to the end: the collector need not look at it at every few
+        # requests. vLLM and SGLang start their servers in the same way.
+        gc.collect()
+        gc.freeze()
+
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(run())
+    finally:
+        gc.unfreeze()
+
+
+class ServingThread:
+    """Fake servers in a thread of this process, until ``stop``; arguments as in ``serve_forever``.
+
+    Attributes:
+        urls: the addresses: of several the first is the router's.
+
+    Raises:
+        UsageError: the server does not exist.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        options: ServeOptions,
+        sockets: Sequence[socket.socket],
+        *,
+        sinks: Iterable[TraceSink] = (),
+        plan: FaultPlan | None = None,
+        kind: RouterKind = RouterKind.GATEWAY,
+    ) -> None:
+        _server(server)
+        self.urls: Sequence[str] = [_url(bound) for bound in sockets]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._backends: Sequence[EngineBackend] = ()
+        self._summary: list[str] = []
+        self._error: BaseException | None = None
+        ready = threading.Event()
+
+        async def run() -> list[str]:
+            self._stopping, self._loop = asyncio.Event(), asyncio.get_running_loop()
+
+            def answers(backends: Sequence[EngineBackend]) -> None:
+                self._backends = backends
+                ready.set()
+
+            return await _serve_until(
+                self._stopping,
+                server,
+                options,
+                sockets,
+                sinks,
+                plan=plan,
+                kind=kind,
+                ready=answers,
+            )
+
+        def serve() -> None:
+            try:
+                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                    self._summary = runner.run(run())
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that stops it
+                self._error = error
+            finally:
+                ready.set()
+
+        # a daemon: a program that ends without stopping it must not hang
+        self._thread = threading.Thread(target=serve, name="rollproof-servers", daemon=True)
+        self._thread.start()
+        ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    def update_weights(self, name: str) -> None:
+        """Bring the weights ``name`` to every server, as a trainer does that stops the engines:
+        calls are aborted, the cache is dropped, and ``name`` is the new label.
+
+        Raises:
+            UsageError: the servers have ended.
+        """
+
+        async def update() -> None:
+            for backend in self._backends:
+                await backend.engine.pause(PauseMode.ABORT, clear_cache=True)
+            for backend in self._backends:
+                await backend.load(name, name, flush=True)
+            for backend in self._backends:
+                await backend.engine.resume()
+
+        if self._loop is None or not self._thread.is_alive():
+            raise UsageError("The servers have ended: their weights cannot be updated.")
+        asyncio.run_coroutine_threadsafe(update(), self._loop).result()
+
+    def stop(self) -> list[str]:
+        """Abort what runs, end the servers, and return what became of the plan.
+
+        Raises:
+            RollproofError: a sink failed.
+        """
+        if self._loop is not None and self._stopping is not None:
+            # the loop may have ended meanwhile
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._summary
+
+
+async def _serve_until(
+    stopping: asyncio.Event,
+    server: str,
+    options: ServeOptions,
+    sockets: Sequence[socket.socket],
+    sinks: Iterable[TraceSink],
+    *,
+    access_log: bool = False,
+    plan: FaultPlan | None,
+    kind: RouterKind,
+    ready: Callable[[Sequence[EngineBackend]], None],
+) -> list[str]:
+    """Serve until ``stopping`` is set; ``ready`` is called with the engines when they answer."""
+    # a failed sink stops the server as a signal does
+    flushing = [FlushingSink(sink, stopping.set) for sink in sinks]
+    count = max(1, len(sockets) - 1)
+    backends = _sharing_a_trace(options, count, flushing, keep=False, plan=plan)
+    async with _listening(_with_router(server, backends, sockets, kind), access_log=access_log):
+        ready(backends)
+        await stopping.wait()
+        # Streams end and waiting clients are answered before uvicorn closes their connections.
+        for backend in backends:
+            if backend.engine.in_flight:
+                await backend.engine.abort("*")
+    for sink in flushing:
+        sink.close()
+    if plan is None:
+        return []
+    attribution = backends[0].attribution
+    waiting = () if attribution is None else attribution.waiting
+    return list(plan_summary(plan, (backend.faults for backend in backends), waiting))
 
 
 def serve_in_memory(network: Network, apps: Mapping[int, ASGIApp]) -> None:

@@ -1,8 +1,9 @@
 """Endpoints by which a client reports its requests and samples to a fake server.
 
 ``POST /rollproof/submit`` takes a request, ``POST /rollproof/result`` a sample, both in the JSON
-form of the trace's events. The checks of samples need them in the server's trace.
-``rollproof.fakes.http.trace_client.Teller`` is a client.
+form of the trace's events. The checks of samples need them in the server's trace. With the header
+``x-rollproof-rollout`` they are those of the rollout that it names.
+``rollproof.fakes.http.trace_client.Teller`` is a client, and ``rollproof.http_clients`` has others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from starlette.routing import Route
 from rollproof.core.events.rollout import Result, Submit
 from rollproof.errors import RollproofError, TraceError
 from rollproof.fakes.http.fake_server import post
-from rollproof.fakes.http.request_body import BadRequest, json_body
+from rollproof.fakes.http.report_headers import ROLLOUT_HEADER
+from rollproof.fakes.http.request_body import BadRequest, header_of, json_body
 from rollproof.store.json_format import event_of
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class _TraceEndpoints:
         event = await self._event(request, "submit")
         assert isinstance(event, Submit)
         try:
-            self._samples.submit(event.request)
+            self._samples.submit(event.request, rollout=header_of(request.scope, ROLLOUT_HEADER))
         # 409: the body is well-formed, and conflicts with what was reported before
         except RollproofError as error:
             raise BadRequest(str(error), 409) from error
@@ -56,7 +58,11 @@ class _TraceEndpoints:
         event = await self._event(request, "result")
         assert isinstance(event, Result)
         try:
-            self._samples.result(event.request_id, event.rollout, event.error)
+            rollout = header_of(request.scope, ROLLOUT_HEADER)
+            if rollout is None:
+                self._samples.result(event.request_id, event.rollout, event.error)
+            else:
+                self._samples.end_rollout(rollout, event.rollout, event.error)
         except RollproofError as error:
             raise BadRequest(str(error), 409) from error
         return JSONResponse({"ended": event.request_id})
@@ -65,7 +71,7 @@ class _TraceEndpoints:
         if not self._has_contract:
             raise BadRequest(
                 "Samples can only be judged against what the stack promises: start the server with"
-                " --contract FILE (ServeOptions.contract).",
+                " --contract FILE or --like STACK (ServeOptions.contract).",
                 409,
             )
         body = json_body(request)

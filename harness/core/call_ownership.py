@@ -133,6 +133,10 @@ class Owners:
             request.pending_calls.discard(call_id)
             request.delivered += token_ids
 
+    def beginning(self, prompt_ids: Sequence[int]) -> list[str]:
+        """Return the open requests with whose prompt these ids begin."""
+        return [name for name, request in self._open.items() if request.begins(prompt_ids)]
+
     def of(self, prompt_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the request to which a call with these ids belongs, or several if that cannot be
         decided.
@@ -141,7 +145,7 @@ class Owners:
             UsageError: No open request fits.
         """
         sending = [name for name, request in self._open.items() if request.sends(prompt_ids)]
-        fitting = [name for name, request in self._open.items() if request.begins(prompt_ids)]
+        fitting = self.beginning(prompt_ids)
         running = CURRENT.get()
         current = (
             running.request_id if running is not None and running.request_id in self._open else None

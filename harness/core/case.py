@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.json_codec import Misfit, from_json, to_json
 from rollproof.core.records import Request
 from rollproof.errors import CaseError
+
+if TYPE_CHECKING:
+    from rollproof.core.contract import Contract
 
 __all__ = ["Action", "ActionKind", "Case", "EngineOptions", "Model", "Trigger"]
 
@@ -110,6 +113,20 @@ class Model:
     """Logprobs go down to -40, and one in eight is exactly 0.0, as those of a sure model are once
     they are rounded to 32 bits; without, they lie in [-8, 0).
     """
+
+    @classmethod
+    def of_contract(cls, contract: Contract) -> Self:
+        """Return a model with the sizes that a contract declares; a small one if it declares
+        none.
+        """
+        if not contract.has_routes:
+            return cls()
+        return cls(
+            num_layers=contract.layer_count,
+            moe_layers=contract.routed_layers,
+            num_experts=contract.expert_count,
+            top_k=contract.choice_count,
+        )
 
     @property
     def sizes(self) -> Mapping[str, Any]:
