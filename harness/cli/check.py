@@ -31,10 +31,10 @@ _NAMED = 10
 _SAMPLE_DATA = ("Submit", "Result", "samples")
 """Words in the ``needs`` of checks that judge requests and samples."""
 _NEXT = (
-    "  next: have your stack report its requests and samples. Start the server with `rollproof"
-    " serve --contract FILE`, and report to it with rollproof.fakes.http.trace_client.Teller, or"
-    " POST /rollproof/submit and /rollproof/result (docs/entry-points.md, A fake engine behind"
-    " HTTP). A stack in Python needs no server: rollproof.record(...) or @rollproof.conformance."
+    "  next: have your client report its samples: put `@rollout` of rollproof.http_clients on the"
+    " function that makes one, and a transport of that module into its HTTP client (docs/http.md)."
+    " The server needs what they promise: `rollproof serve --contract FILE` or `--like STACK`. A"
+    " stack in Python needs no server: rollproof.record(...) or @rollproof.conformance."
 )
 
 

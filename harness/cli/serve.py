@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollproof.cli.run_served import run_served, split_command
 from rollproof.core.case import EngineOptions, Model
 from rollproof.core.files import check_target
-from rollproof.errors import ContractError, UsageError
+from rollproof.errors import UsageError
 from rollproof.judging.report import ExitCode
 
 if TYPE_CHECKING:
@@ -43,11 +42,26 @@ def serve(
         typer.Option("--flavour", metavar="NAME", help="Release to emulate; default: the newest."),
     ] = None,
     layers: Annotated[
-        int,
-        typer.Option("--layers", min=1, help="Layers of the model; all are mixtures of experts."),
-    ] = 3,
-    experts: Annotated[int, typer.Option("--experts", min=2, help="Experts per layer.")] = 8,
-    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts per token.")] = 2,
+        int | None,
+        typer.Option(
+            "--layers",
+            min=1,
+            help="Layers of the model; all are mixtures of experts.",
+            show_default="the contract's, or 3",
+        ),
+    ] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option(
+            "--experts", min=2, help="Experts per layer.", show_default="the contract's, or 8"
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", min=1, help="Experts per token.", show_default="the contract's, or 2"
+        ),
+    ] = None,
     vocab: Annotated[int, typer.Option("--vocab", min=8, help="Size of the vocabulary.")] = 512,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the coded policy.")] = 0,
     step: Annotated[
@@ -99,6 +113,23 @@ def serve(
             help="What the stack promises (TOML or JSON); needed to judge its samples.",
         ),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like",
+            metavar="STACK",
+            help="In place of a contract: what this stack promises (`rollproof contract show`).",
+        ),
+    ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="COMMAND",
+            help="Serve until this command ends, and judge what it did. It finds the address in"
+            " ROLLPROOF_URL and OPENAI_BASE_URL.",
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -108,7 +139,8 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", help="No access log.")] = False,
 ) -> int:
     """Serve a fake engine on 127.0.0.1 until Ctrl-C, with the endpoints that reinforcement-learning
-    stacks use.
+    stacks use. With --run it serves one command, and the exit code is that of `rollproof check`; if
+    the command fails, and nothing else does, it is 2.
     """
     # imported here: no other command needs uvicorn and starlette
     from rollproof.fakes.engine.flavours import FLAVOURS
@@ -121,8 +153,6 @@ def serve(
 
     if server not in SERVERS:
         raise UsageError(f"--as {server}: choose one of {list(SERVERS)}.")
-    if top_k > experts:
-        raise UsageError(f"--top-k {top_k} exceeds --experts {experts}.")
     flavours = [name for name in FLAVOURS if name.partition("-")[0] == server]
     _require_choice("--flavour", flavour, flavours, server)
     _require_choice("--routes", routes, _ROUTES[server], server)
@@ -140,21 +170,20 @@ def serve(
         raise UsageError(f"--trace {trace} exists: name a new file, or remove it first.")
     if trace is not None:
         check_target(trace)
-    model = Model(
-        num_layers=layers,
-        moe_layers=tuple(range(layers)),
-        num_experts=experts,
-        top_k=top_k,
-        vocab=vocab,
-    )
+    arguments = None if command is None else split_command(command)
+    chosen = flavour or SERVERS[server][1]
+    promised = _promised(contract, like, chosen)
+    model = _model(promised, layers=layers, experts=experts, top_k=top_k, vocab=vocab)
+    if promised is not None:
+        _check_sizes(str(contract or like), promised, model)
     options = ServeOptions(
-        flavour=flavour or SERVERS[server][1],
+        flavour=chosen,
         model=model,
         engine=EngineOptions(max_batch=256, step=step, prefix_cache=True),
         seed=seed,
         incremental=incremental,
         routes=None if routes is None else RoutesForm(routes),
-        contract=None if contract is None else _contract(contract, model),
+        contract=promised,
     )
     plan = None if fault_plan is None else FaultPlan.from_file(fault_plan)
     for action in () if plan is None else plan.actions:
@@ -168,16 +197,20 @@ def serve(
     header = EngineBackend.header(options)
     # before the trace file is created: a port in use leaves nothing behind
     sockets = [bound_socket(port)]
+    sockets += [bound_socket() for _ in range(workers)] if workers > 1 else []
+    for number, bound in enumerate(sockets):
+        worker = f"{server} s{number - 1}" if number else "router"
+        name = server if workers == 1 else worker
+        # stderr: stdout is for programs, and the first line is read by those that wait for us
+        typer.echo(f"{name} on http://127.0.0.1:{bound.getsockname()[1]}", err=True)
+    kind = RouterKind(router or "gateway")
+    if arguments is not None:
+        return run_served(
+            arguments, server, options, sockets, header=header, trace=trace, plan=plan, kind=kind
+        )
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
     with nullcontext() if trace is None else TraceWriter(trace, header, trusted=True) as writer:
-        if workers > 1:
-            sockets += [bound_socket() for _ in range(workers)]
-        for number, bound in enumerate(sockets):
-            worker = f"{server} s{number - 1}" if number else "router"
-            name = server if workers == 1 else worker
-            # stderr: stdout is for programs, and the first line is read by those that wait for us
-            typer.echo(f"{name} on http://127.0.0.1:{bound.getsockname()[1]}", err=True)
         summary = serve_forever(
             server,
             options,
@@ -185,7 +218,7 @@ def serve(
             sinks=[] if writer is None else [writer],
             access_log=not quiet,
             plan=plan,
-            kind=RouterKind(router or "gateway"),
+            kind=kind,
         )
     for line in summary:
         typer.echo(line, err=True)
@@ -200,40 +233,50 @@ def _require_choice(option: str, value: str | None, choices: Sequence[str], serv
         )
 
 
-def _contract(path: Path, model: Model) -> Contract:
-    """Return the contract in a file. It must have the sizes of the served ``model``, or all samples
-    would be found wrong.
-    """
-    from rollproof.core.contract import Contract
+def _promised(path: Path | None, like: str | None, flavour: str) -> Contract | None:
+    """Return the contract in a file, or that of a stack."""
+    from rollproof.contracts.contract_file import read_contract
+    from rollproof.contracts.presets import contract_of
 
-    try:
-        text = path.read_text(encoding="utf-8")
-        data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"The contract {path} cannot be read: {error}.") from error
-    if not isinstance(data, dict):
-        raise UsageError(
-            f"The contract {path} must be an object with the fields of docs/contract.md, not a"
-            f" {type(data).__name__}."
-        )
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-    }
-    try:
-        promised = Contract(**fields)
-    except ContractError as error:
-        raise ContractError(f"{path}: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"The contract {path} cannot be read: {error}.") from error
+    if like is not None and path is not None:
+        raise UsageError("--contract and --like both say what the samples promise: choose one.")
+    if like is not None:
+        return contract_of(like, engine=flavour)
+    return None if path is None else read_contract(path)
+
+
+def _model(
+    contract: Contract | None,
+    *,
+    layers: int | None,
+    experts: int | None,
+    top_k: int | None,
+    vocab: int,
+) -> Model:
+    """Return the model to serve: options before the contract's sizes before a small one."""
+    sizes = Model() if contract is None else Model.of_contract(contract)
+    count = sizes.num_layers if layers is None else layers
+    model = Model(
+        num_layers=count,
+        moe_layers=sizes.moe_layers if layers is None else tuple(range(count)),
+        num_experts=sizes.num_experts if experts is None else experts,
+        top_k=sizes.top_k if top_k is None else top_k,
+        vocab=vocab,
+    )
+    if model.top_k > model.num_experts:
+        raise UsageError(f"--top-k {model.top_k} exceeds --experts {model.num_experts}.")
+    return model
+
+
+def _check_sizes(name: str, contract: Contract, model: Model) -> None:
+    """Refuse a contract with other sizes than the model: all samples would be found wrong."""
     differences = [
-        f"{name} is {getattr(promised, name)!r} there, and {size!r} of the served model"
-        for name, size in model.sizes.items()
-        if getattr(promised, name) not in (None, size)
+        f"{field} is {getattr(contract, field)!r} there, and {size!r} of the served model"
+        for field, size in model.sizes.items()
+        if getattr(contract, field) not in (None, size)
     ]
     if differences:
         raise UsageError(
-            f"The contract {path} is about another model: {'; '.join(differences)}. Start the"
-            " server with the --layers, --experts and --top-k of the contract, or change it: all"
-            " layers of a served model are mixtures of experts."
+            f"The contract {name} is about another model: {'; '.join(differences)}. Leave out"
+            " --layers, --experts and --top-k, and the model has the sizes of the contract."
         )
-    return promised

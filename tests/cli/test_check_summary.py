@@ -29,5 +29,5 @@ def test_verbose_keeps_the_next_step() -> None:
     short = [text for _, text in summary_lines(results, has_samples=False)]
     verbose = [text for _, text in summary_lines(results, has_samples=False, verbose=True)]
 
-    assert short[-1].startswith("  next: have your stack report its requests and samples.")
+    assert short[-1].startswith("  next: have your client report its samples:")
     assert [short[-1]] == verbose

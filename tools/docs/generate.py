@@ -141,8 +141,8 @@ def options_page() -> Iterator[str]:
         key = f"`{option.dest}`" if option.ini else "none"
         yield f"| `{option.flag}{value}` | {key} | {default} | {option.help} |"
     yield (
-        "\nFixtures: `rollproof_record`, `rollproof_replay`, `rollproof_gap`, `rollproof_profile`,"
-        " `rollproof_seed`. Marker: every"
+        "\nFixtures: `rollproof_record`, `rollproof_sglang`, `rollproof_vllm`, `rollproof_replay`,"
+        " `rollproof_gap`, `rollproof_profile`, `rollproof_seed`. Marker: every"
     )
     yield (
         "conformance item has `rollproof(profile=None, seed=None)`, so `-m rollproof` selects them;"

@@ -57,17 +57,9 @@ _CLOCKS = ("created", "timestamp", "response_sent_to_client_ts", "e2e_latency")
 def http_page() -> Iterator[str]:
     """Yield the lines of the page."""
     yield "# The fake HTTP servers\n"
-    yield (
-        "`rollproof serve` ([entry points](entry-points.md)) answers as SGLang and vLLM do. Its"
-        " answers are compared with"
-    )
-    yield (
-        "recordings of the real servers (tests/fakes/http/recorded): status, media type, keys and"
-        " kinds of values. What differs, and why:"
-    )
-    yield "tests/fakes/http/known_differences.py.\n"
+    yield from _one_step()
+    yield from _known()
     yield from _start()
-    yield from _judged()
     yield from _fields()
     for name, shown in SHOWN.items():
         paths = virtual_loop.run(lambda name=name: _paths(name))
@@ -100,18 +92,116 @@ def http_page() -> Iterator[str]:
             yield f"the fake:\n\n```\n{status}\n{_text(body)}\n```"
 
 
+def _one_step() -> Iterator[str]:
+    """Yield the example of a client that is judged, with the files of docs/example.
+
+    tests/fakes/http/test_served_example.py runs it.
+    """
+    client = (EXAMPLE / "served_client.py").read_text(encoding="utf-8")
+    begin = client.index("client = httpx")
+    end = client.index("    tokens: list[int]")
+    decorated = client[client.index("@rollout") : end]
+    sample = client[client.index("    return {") : client.index("\n\nif __name__")]
+    yield f"""Run your client against a fake SGLang or vLLM server, and have its samples judged:
+
+```console
+$ pip install rollproof httpx
+$ rollproof serve --as sglang --contract served_contract.toml --fault-plan served_plan.toml --run "python served_client.py"
+sglang on http://127.0.0.1:40925
+2 tokens, abort
+RemoteProtocolError, called again
+6 tokens, length
+fault 1 (truncate): applied to 1 of 3 requests to /generate with the id 'r1'
+action 1 (abort of 'r1' at 2 tokens): happened
+served sglang  [seed 0, 1 case]
+  ...
+  exercised 9 situations: requests 1; engine calls 3; resumes 1; aborts mid-decode 1; route rows 17; tokens sampled 14;
+      ... (-v lists all)
+  ...
+```
+
+The exit code is 2: nothing failed, and one request leaves much unknown; take 1 for a failure. Without the line `routed_experts_start_len` of
+[served_client.py](example/served_client.py) the client has the most frequent fault of the field, and the exit code is 1:
+
+```console
+  FAIL  routes.rows
+    1. 16 route rows for a sample of 12 tokens
+       where     request r1, segment 1, position 5
+```
+
+Two lines of the client are there for rollproof, the transport and the decorator:
+
+```python
+{client[begin : client.index("def call")].strip()}
+
+
+{decorated.rstrip()}
+    ...
+{sample.rstrip()}
+```
+
+The command finds the address in `ROLLPROOF_URL`, and the openai client finds it by itself (`OPENAI_BASE_URL`). Without `ROLLPROOF_URL`, as
+in production, nothing is added to any call, and the function runs as it is. In pytest the same is a fixture, `rollproof_sglang` or
+`rollproof_vllm`, and a finding fails the test ([test_served_client.py](example/test_served_client.py)):
+
+```python
+{(EXAMPLE / "test_served_client.py").read_text(encoding="utf-8").strip()}
+```
+
+`rollproof init http` writes such a test, with a client to replace. A contract says what your samples promise
+([contract.md](contract.md), [served_contract.toml](example/served_contract.toml)); `--like slime` takes that of a public stack
+(`rollproof contract show`). The plan says what goes wrong:
+
+```toml
+{(EXAMPLE / "served_plan.toml").read_text(encoding="utf-8")}```
+
+The fixtures also take `servers=2` (with a router), `options={{"seed": 3}}`, `save="trace.json"` and `only=["routes"]`, and have `fleet.url`,
+`fleet.urls` and `fleet.update_weights("step-1")`."""
+
+
+def _known() -> Iterator[str]:
+    yield """
+## What a transport knows, and what it does not
+
+| your client | what to add |
+|---|---|
+| httpx | `httpx.Client(transport=httpx_transport())`, `httpx.AsyncClient(transport=httpx_async_transport())` |
+| openai | `OpenAI(http_client=openai_http_client())`, `AsyncOpenAI(http_client=openai_async_http_client())` |
+| requests | `session.mount("http://", requests_adapter())` |
+| aiohttp | `aiohttp.ClientSession(trace_configs=[aiohttp_trace()])` |
+| another | send `headers(url)` with each call |
+
+All are in `rollproof.http_clients`. A transport names the rollout in a header of each call, so that retries, hedges and rollouts of one
+prompt are kept apart. It sees what came over the wire, and not what your code makes of it, so it reports no sample:
+
+- **The sample is what the decorated function returns**: a `rollproof.Rollout`, or a dictionary with its fields. Another form is read by
+  `@rollout(to_record=lambda sample: {"prompt_ids": ..., "response_ids": ...})`. `None` is a sample that was dropped, and an exception is
+  the end of the request. Without the decorator no sample is judged, and that is unknown, never passed.
+- **The request is what its first call sends**: that is its prompt. Its budget is not known, since a first call may ask for a part of it:
+  `@rollout(to_request=lambda prompt_ids, max_tokens: rollproof.Request(request_id=..., prompt_ids=..., max_tokens=max_tokens))` says it, and
+  is needed where the environment answers (`Request.turns`).
+- **A call belongs to the rollout in whose context it is made**, also in tasks and in `asyncio.to_thread`; a thread of an executor has
+  none, and the tokens decide. A call that does not begin with the prompt leaves its request unknown. Make calls for another purpose
+  (a judge, a warm-up) inside `with internal():`.
+- A client in another language posts its requests and samples itself ([entry points](entry-points.md#a-fake-engine-behind-http))."""
+
+
 def _start() -> Iterator[str]:
-    yield """```console
-$ pip install rollproof          # from a checkout: pip install .
+    yield """
+## A server of its own
+
+```console
 $ rollproof serve --as sglang --port 30000 --trace served.arrow
 sglang on http://127.0.0.1:30000
 ```
 
-It serves until Ctrl-C, which ends it with exit code 0 and a complete trace; then `rollproof check served.arrow`. Events go to the file
+It serves until Ctrl-C, which ends it with exit code 0 and a complete trace; then `rollproof check served.arrow`. A client in another terminal
+is started with `ROLLPROOF_URL=http://127.0.0.1:30000`, if its samples are to be judged. Events go to the file
 every second: a server that is killed loses those of the last second, and one that cannot write (a full disk) ends with 254 and an error. A
-trace that exists is never overwritten. The commands below run against such a server in another terminal (`--as vllm` for those of vLLM):
+trace that exists is never overwritten. The commands below run against such a server (`--as vllm` for those of vLLM):
 `"model"` may be anything, tokens are the coded policy's (words `w5`, one for each token), and the first label is `default` instead of the
-`w0` of the transcripts.
+`w0` of the transcripts. Its answers are compared with recordings of the real servers (tests/fakes/http/recorded): status, media type, keys
+and kinds of values. What differs, and why: tests/fakes/http/known_differences.py.
 
 - A pause lasts until it is ended: after `/pause_generation` or `/pause`, calls wait for `/continue_generation` or `/resume`; after `/sleep`
   for `/wake_up`.
@@ -120,55 +210,7 @@ trace that exists is never overwritten. The commands below run against such a se
 - `temperature`, `top_p` and similar parameters are checked and change nothing, stop strings and stop tokens are accepted and never met: what
   a call samples depends on its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
 - A wrong request gets the status and the form that the real server gives it; an unknown endpoint is a 404.
-- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack reports its requests and samples
-  ([entry points](entry-points.md))."""
-
-
-def _judged() -> Iterator[str]:
-    """Yield the example of a client that is judged over HTTP, with the files of docs/example.
-
-    tests/fakes/http/test_served_example.py runs it.
-    """
-    yield "\n## A client, aborted and cut off on purpose\n"
-    yield (
-        "[served_plan.toml](example/served_plan.toml) aborts request `r1` after two tokens, and"
-        " cuts the reply to the call that resumes"
-    )
-    yield "it:\n"
-    yield f"```toml\n{(EXAMPLE / 'served_plan.toml').read_text(encoding='utf-8')}```\n"
-    yield (
-        "[served_client.py](example/served_client.py) resumes by sending prompt and tokens again,"
-        " repeats a call whose reply broke off, and"
-    )
-    yield (
-        "reports its request and sample to the server;"
-        " [served_contract.toml](example/served_contract.toml) is what it promises.\n"
-    )
-    yield """```console
-$ python served_client.py        # in another terminal, while the server below runs
-r1: 2 tokens, abort
-r1: IncompleteRead, called again
-r1: 6 tokens, length
-$ rollproof serve --as sglang --port 30000 --contract served_contract.toml --fault-plan served_plan.toml --trace served.arrow
-sglang on http://127.0.0.1:30000
-^C
-fault 1 (truncate): applied to 1 of 3 requests to /generate with the id 'r1'
-action 1 (abort of 'r1' at 2 tokens): happened
-$ rollproof check served.arrow
-  ...
-  exercised 10 situations: requests 1; engine calls 3; resumes 1; aborts mid-decode 1; route rows 17; tokens sampled 14;
-      ... (-v lists all)
-  ...
-```
-
-The exit code is 2: nothing failed, and one request leaves much unknown. Take 1 for a failure. (The abort of nothing is that of Ctrl-C.)
-Without its line `routed_experts_start_len` the client has the most frequent fault of the field, and `rollproof check` ends with 1:
-
-```console
-  FAIL  routes.rows
-    1. 16 route rows for a sample of 12 tokens
-       where     request r1, segment 1, position 5
-```"""
+- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them requests and samples are reported."""
 
 
 def _fields() -> Iterator[str]:

@@ -4,61 +4,59 @@ really print.
 
 from __future__ import annotations
 
-import signal
-import subprocess
+import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from rollproof.cli.app import run
 from rollproof.fakes.http.fault_plan import FaultPlan
-from tests.fakes.http.test_serve_command import started
 
 DOCS = Path(__file__).parents[3] / "docs"
 EXAMPLE = DOCS / "example"
 PAGE = (DOCS / "http.md").read_text(encoding="utf-8")
 
 
-def served(
-    folder: Path, client: Path, capsys: pytest.CaptureFixture[str]
-) -> Mapping[str, str | int]:
-    """What the client said, the server at its end, and `check` of the trace, with its exit code."""
-    trace = folder / "served.arrow"
-    plan, contract = str(EXAMPLE / "served_plan.toml"), str(EXAMPLE / "served_contract.toml")
-    with started("--contract", contract, "--fault-plan", plan, "--trace", str(trace)) as (
-        process,
-        url,
-    ):
-        said = subprocess.run(
-            [sys.executable, str(client), url],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        process.send_signal(signal.SIGINT)
-        assert 0 == process.wait(30)
-        assert process.stderr is not None
-        end = process.stderr.read()
-    assert "" == said.stderr
-    capsys.readouterr()
-    code = run(["check", str(trace)])
-    return {"client": said.stdout, "end": end, "check": capsys.readouterr().out, "code": code}
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the example."""
+    for file in EXAMPLE.glob("*served_*"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    return tmp_path
 
 
+def served(command: str) -> int:
+    options = ["--contract", "served_contract.toml", "--fault-plan", "served_plan.toml"]
+    return run(
+        ["serve", "--as", "sglang", *options, "--run", command.replace("python", sys.executable)]
+    )
+
+
+def without_start(folder: Path) -> None:
+    """Plant the bug that the page names."""
+    file = folder / "served_client.py"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if '"routed_experts_start_len"' not in line]
+    assert len(kept) == len(lines) - 1
+    file.write_text("".join(kept), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("folder")
 def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """An abort, a resume and a fault of the wire happen, each, and the page shows what is said of
     them.
     """
-    output = served(tmp_path, EXAMPLE / "served_client.py", capsys)
-    assert 2 == output["code"]
-    assert str(output["client"]) in PAGE
-    assert f"^C\n{output['end']}$" in PAGE
-    check = str(output["check"])
+    assert 2 == served("python served_client.py")
+    printed = capfd.readouterr()
+    client, check = printed.out[: printed.out.index("served sglang")], printed.out
+    address, _, plan = printed.err.partition("\n")
+    assert address.startswith("sglang on http://127.0.0.1:")
+    assert f"{client}{plan}served sglang  [seed 0, 1 case]\n" in PAGE
     assert " 0 fail, " in check
     exercised = check[check.index("  exercised ") : check.index("checks: ")].rpartition("\n")[0]
     assert " ".join(exercised.split()) in " ".join(PAGE.split())
@@ -66,18 +64,25 @@ def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(
         assert f" {situation} 1" in exercised
 
 
-def test_its_known_bug_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_known_bug_is_detected(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Without the line that the page names, routes are concatenated."""
-    lines = (EXAMPLE / "served_client.py").read_text(encoding="utf-8").splitlines(keepends=True)
-    bug = tmp_path / "client.py"
-    bug.write_text(
-        "".join(line for line in lines if '"routed_experts_start_len"' not in line),
-        encoding="utf-8",
-    )
-    output = served(tmp_path, bug, capsys)
-    assert 1 == output["code"]
+    without_start(folder)
+    assert 1 == served("python served_client.py")
     shown = PAGE[PAGE.index("  FAIL  routes.rows\n") :]
-    assert shown[: shown.index("```")] in str(output["check"])
+    assert shown[: shown.index("```")] in capfd.readouterr().out
+
+
+def test_the_test_of_the_example_is_green_and_red(
+    folder: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same client under pytest, with the fixture."""
+    monkeypatch.chdir(folder)
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_served_client.py")
+    assert pytest.ExitCode.OK == pytester.run(*command).ret
+    without_start(folder)
+    result = pytester.run(*command)
+    assert pytest.ExitCode.TESTS_FAILED == result.ret
+    result.stdout.fnmatch_lines(["FAILED test_served_client.py::test_generate - routes.rows: *"])
 
 
 def test_both_pages_show_the_plan_that_is_run() -> None:
