@@ -60,9 +60,11 @@ OPTIONS = (
     Option("only", "run only this check or family; may be repeated", "ID", "args", ()),
     Option(
         "report",
-        "write the report to this file: one HTML page if its name ends in .html, else JSON"
-        " (schema 1)",
+        "write the report to this file: one HTML page if its name ends in .html, SARIF 2.1.0 if in"
+        " .sarif, else JSON (schema 1); may be repeated, one a line in the ini file",
         "FILE",
+        "linelist",
+        (),
     ),
     Option("expected", "file of expected failures (TOML; see docs/options.md)", "FILE"),
     Option(
@@ -136,7 +138,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         kind: dict[str, Any] = (
             {"action": "store_true"} if option.metavar is None else {"metavar": option.metavar}
         )
-        if option.ini == "args":
+        if option.ini in ("args", "linelist"):
             kind["action"] = "append"
         group.addoption(option.flag, dest=option.dest, default=None, help=option.help, **kind)
         if option.ini:
@@ -302,7 +304,7 @@ def rollproof_record(request: pytest.FixtureRequest) -> Callable[..., Recording]
 
     def start(contract: Any, **options: Any) -> Recording:
         def add(report: Mapping[str, Any]) -> None:
-            state.reports[f"{request.node.nodeid}#{len(state.reports)}"] = dict(report)
+            state.add_report(request.node.nodeid, report, request.node)
 
         return record(
             contract,
@@ -362,7 +364,7 @@ def rollproof_replay(
         }
         arguments.setdefault("only", state.only_of("replay"))
         report = judge_replay(factory, **arguments)
-        state.reports[f"{request.node.nodeid}#{len(state.reports)}"] = report.to_dict()
+        state.add_report(request.node.nodeid, report.to_dict(), request.node)
         raise_for_failures(report)
         return report
 
@@ -398,7 +400,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             # integer), which execnet does not serialise.
             session.config.workeroutput["rollproof"] = json.dumps(state.reports)  # type: ignore[attr-defined]  # set by xdist in its workers
     elif state.settings.report or state.settings.accept:
-        written = state.write_files(int(session.exitstatus))
+        written = state.write_files(int(session.exitstatus), session.config.rootpath)
         if not written and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTarget, Verbose
+from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTargets, Verbose
 from rollproof.core.events.rollout import Submit
 from rollproof.core.progress import Progress
+from rollproof.core.source_location import SourceLocation
 from rollproof.core.trace import Header
 from rollproof.errors import TraceError, UsageError
 from rollproof.invariants import default_registry
@@ -54,7 +55,7 @@ def check(
         ),
     ] = False,
     json_target: JsonTarget = None,
-    report: ReportTarget = None,
+    report: ReportTargets = None,
     verbose: Verbose = False,
 ) -> int:
     """Judge recorded traces. Memory does not grow with their length.
@@ -77,6 +78,9 @@ def check(
         raise traces_judged.errors[0]
     judged = traces_judged.report()
     data = judged.to_dict()
+    if len(traces) == 1:  # of several files the report does not say which one a finding is in
+        file = SourceLocation(file=traces[0].resolve(), line=1)
+        data["location"] = file.to_dict(Path.cwd())
     output.lines(report_lines(data, verbose=verbose, gather=True))
     output.lines(
         summary_lines(judged.results, has_samples=traces_judged.has_samples, verbose=verbose)
@@ -86,7 +90,7 @@ def check(
     # A failure outranks a damaged file: the part that could be read is enough to show it.
     unreadable = traces_judged.errors and judged.exit_code != ExitCode.FAIL
     code = ExitCode.USAGE if unreadable else judged.exit_code
-    output.page(data, code, problems=map(str, traces_judged.errors))
+    output.report(data, code, problems=map(str, traces_judged.errors))
     return output.ended(code)
 
 

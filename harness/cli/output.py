@@ -23,14 +23,11 @@ from rollproof.core.progress import Progress
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.report import ExitCode
-from rollproof.reporting.html.report_page import (
-    ReportPage,
-    check_report_page_target,
-    report_page_text,
-)
+from rollproof.reporting.report_files import ReportForm, check_report_target, report_text
+from rollproof.reporting.reported_run import ReportedRun
 from rollproof.reporting.text import Line
 
-__all__ = ["JsonTarget", "Meter", "Only", "Output", "ReportTarget", "Verbose"]
+__all__ = ["JsonTarget", "Meter", "Only", "Output", "ReportTargets", "Verbose"]
 
 JsonTarget: TypeAlias = Annotated[
     str | None,
@@ -40,9 +37,14 @@ JsonTarget: TypeAlias = Annotated[
         help="Write the JSON to this file, or to standard output (-) and nothing else there.",
     ),
 ]
-ReportTarget: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", help="Write the report as one HTML file."),
+ReportTargets: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        help="Write the report: FILE.html is one HTML page, FILE.sarif is SARIF 2.1.0, any other"
+        " name JSON; may be repeated.",
+    ),
 ]
 Only: TypeAlias = Annotated[
     list[str] | None,
@@ -69,13 +71,15 @@ _BETWEEN_LINES = 20.0
 class Output:
     """The output of a command. With ``--json -`` the JSON alone goes to standard output.
 
-    Raises ``UsageError``, before the run, if the JSON or the HTML report cannot be written to its
-    target, and ``ExtraError`` if packages of the HTML report are missing.
+    Raises ``UsageError``, before the run, if the JSON or a report cannot be written to its target,
+    and ``ExtraError`` if packages of the HTML page are missing.
     """
 
-    def __init__(self, json_target: str | None = None, report_target: Path | None = None) -> None:
+    def __init__(
+        self, json_target: str | None = None, report_targets: Iterable[Path] | None = None
+    ) -> None:
         self._json_target = json_target
-        self._report_target = report_target
+        self._report_targets = tuple(report_targets or ())
         self._misplaced = False
         if json_target == "-" and (failure := stdout_failure()) is not None:
             raise UsageError(
@@ -85,8 +89,8 @@ class Output:
             )
         if json_target not in (None, "-"):
             check_target(Path(json_target))
-        if report_target is not None:
-            check_report_page_target(report_target)
+        for target in self._report_targets:
+            check_report_target(target)
         stream = sys.stderr if json_target == "-" else sys.stdout
         # rich would wrap at 80 columns in a log, in the middle of tables and paths.
         width = None if stream.isatty() else _WIDTH
@@ -137,7 +141,7 @@ class Output:
             )
         self._report_trouble(trouble)
 
-    def page(
+    def report(
         self,
         data: Mapping[str, Any],
         code: int,
@@ -145,7 +149,7 @@ class Output:
         problems: Iterable[str] = (),
         notes: Iterable[str] = (),
     ) -> None:
-        """Write the HTML report to the target of ``--report``, if there is one, as ``json`` does.
+        """Write the report to the targets of ``--report``, as ``json`` does.
 
         Args:
             data: The JSON form of the report.
@@ -153,18 +157,16 @@ class Output:
             problems: What else made the run fail.
             notes: Remarks on the run.
         """
-        if self._report_target is None:
-            return
-        text = report_page_text(
-            ReportPage(
-                report=data,
-                verdict=_VERDICTS.get(code, "unknown"),
-                promises={check.id: check.promise for check in default_registry()},
-                problems=tuple(problems),
-                notes=tuple(notes),
-            )
+        run = ReportedRun(
+            report=data,
+            verdict=_VERDICTS.get(code, "unknown"),
+            checks=tuple(default_registry()),
+            problems=tuple(problems),
+            notes=tuple(notes),
         )
-        self._report_trouble(write_or_keep(self._report_target, text))
+        for target in self._report_targets:
+            text = report_text(run, ReportForm.of(target))
+            self._report_trouble(write_or_keep(target, text))
 
     def _report_trouble(self, trouble: str | None) -> None:
         if trouble is not None:
@@ -174,7 +176,7 @@ class Output:
     def ended(self, code: int) -> int:
         """Return the exit code for the verdict ``code``.
 
-        JSON or a page that could not be written is an error, unless a check failed.
+        JSON or a report that could not be written is an error, unless a check failed.
         """
         return ExitCode.USAGE if self._misplaced and code != ExitCode.FAIL else code
 

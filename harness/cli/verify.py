@@ -16,9 +16,10 @@ from rollproof.cli.named_targets import (
     stack_targets,
     subject_target,
 )
-from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTarget, Verbose
+from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTargets, Verbose
 from rollproof.cli.parallel import Settings, judge_all, processors
 from rollproof.core.files import check_folder, check_target
+from rollproof.core.source_location import source_location
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.known_failures import KnownFailures
@@ -125,7 +126,7 @@ def verify(
         ),
     ] = False,
     json_target: JsonTarget = None,
-    report: ReportTarget = None,
+    report: ReportTargets = None,
     witness_dir: Annotated[
         Path,
         typer.Option(
@@ -198,7 +199,7 @@ def verify(
             merged = _show(output, title, reports, targets, verbose=verbose)
             stopped = "The run was interrupted: what it did not reach is not in this report."
             code = merged.exit_code or ExitCode.UNKNOWN
-            output.page(_json(merged, reports, targets), code, problems=[stopped])
+            output.report(_json(merged, reports, targets), code, problems=[stopped])
         raise
     notes = [_untested(targets)]
     if stack is not None and pinned is None:
@@ -212,7 +213,9 @@ def verify(
         problems = pinned.deviations(reports, ids)
         output.lines((Style.BAD, f"  {text}") for text in problems)
         code = ExitCode.FAIL if problems else ExitCode.PASS
-    output.page(_json(merged, reports, targets), code, problems=problems, notes=filter(None, notes))
+    output.report(
+        _json(merged, reports, targets), code, problems=problems, notes=filter(None, notes)
+    )
     return output.ended(code)
 
 
@@ -353,9 +356,18 @@ def _untested(targets: list[Target]) -> str | None:
 
 
 def _json(merged: Report, reports: list[Report], targets: list[Target]) -> dict[str, Any]:
-    recipes = {target.name: dict(target.recipe) for target in targets}
-    each = [{**report.to_dict(), "recipe": recipes.get(report.subject, {})} for report in reports]
+    facts = {target.name: _facts(target) for target in targets}
+    each = [{**report.to_dict(), **facts.get(report.subject, {"recipe": {}})} for report in reports]
     return each[0] if len(each) == 1 else {**merged.to_dict(), "reports": each}
+
+
+def _facts(target: Target) -> dict[str, Any]:
+    """Return what a report says of its subject: how to make it, and where the user wrote it."""
+    location = source_location(target.factory) if "subject" in target.recipe else None
+    return {
+        "recipe": dict(target.recipe),
+        **({} if location is None else {"location": location.to_dict(Path.cwd())}),
+    }
 
 
 def _compare_expected(

@@ -182,7 +182,7 @@ def _report(state: State, suite: Suite, item: pytest.Function) -> Report:
     assert suite.factory is not None
     key = suite.run_key(profile, seed)
     if key not in state.runs:
-        state.runs[key] = _run(state, suite, profile, seed, item.config)
+        state.runs[key] = _run(state, suite, profile, seed, item)
     outcome = state.runs[key]
     if isinstance(outcome, Report):
         return outcome
@@ -203,10 +203,11 @@ def _report(state: State, suite: Suite, item: pytest.Function) -> Report:
 
 
 def _run(
-    state: State, suite: Suite, profile: str, seed: int, config: pytest.Config
+    state: State, suite: Suite, profile: str, seed: int, item: pytest.Item
 ) -> Report | Exception:
     """Run a subject. Returns its report, or the exception that kept it from running."""
     assert suite.factory is not None
+    config = item.config
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     listed = (
         ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept)
@@ -243,11 +244,11 @@ def _run(
             delete_counterexamples(other, passed, subject=suite.title)
     except Interrupted as interrupt:
         for partial in interrupt.reports:
-            state.add_report(key, partial.to_dict())
+            state.add_report(key, partial.to_dict(), item)
         raise
     except Exception as error:  # noqa: BLE001 - raised again for the first item
         return error
-    state.add_report(key, report.to_dict())
+    state.add_report(key, report.to_dict(), item)
     return report
 
 

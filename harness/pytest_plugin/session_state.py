@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +11,9 @@ import pytest
 from rollproof.core.files import check_target, write_or_keep
 from rollproof.errors import RollproofError
 from rollproof.invariants import default_registry
-from rollproof.reporting.html.report_page import (
-    ReportPage,
-    check_report_page_target,
-    report_page_text,
-    verdict_of,
-)
+from rollproof.pytest_plugin.item_location import item_location
+from rollproof.reporting.report_files import ReportForm, check_report_target, report_text
+from rollproof.reporting.reported_run import ReportedRun, verdict_of
 from rollproof.verification.expected_failures import ExpectedFailures, Outcome
 from rollproof.verification.schedules import PROFILES, profile_named
 
@@ -33,7 +29,7 @@ class Settings(NamedTuple):
     profile: str
     seed: int | None
     only: tuple[str, ...]
-    report: str | None
+    report: tuple[str, ...]
     expected: str | None
     accept: bool
     unknown: str
@@ -87,10 +83,16 @@ class State:
             )
         return ids
 
-    def add_report(self, key: str, report: Mapping[str, Any]) -> None:
-        """Add a report to the summary. A key that another suite of the session has is numbered."""
-        taken = sum(known.partition("#")[0] == key for known in self.reports)
-        self.reports[f"{key}#{taken + 1}" if taken else key] = dict(report)
+    def add_report(self, key: str, report: Mapping[str, Any], item: pytest.Item) -> None:
+        """Add the report of an item to the summary. A key that another suite of the session has is
+        numbered.
+        """
+        own, number = key, 1
+        while own in self.reports:
+            number += 1
+            own = f"{key}#{number}"
+        location = item_location(item).to_dict(item.config.rootpath)
+        self.reports[own] = {**report, "location": location}
 
     def check_settings(self, *, writes: bool) -> None:
         """Refuse unknown checks, a bad file of expected failures, and files that cannot be written.
@@ -109,36 +111,59 @@ class State:
             if settings.expected is not None:
                 ExpectedFailures.read(settings.expected, missing_ok=settings.accept)
             if writes:
-                if settings.report is not None and _is_page(settings.report):
-                    check_report_page_target(Path(settings.report))
-                for place in (settings.report, settings.expected if settings.accept else None):
-                    if place is not None:
-                        check_target(Path(place))
+                for place in settings.report:
+                    check_report_target(Path(place))
+                if settings.expected is not None and settings.accept:
+                    check_target(Path(settings.expected))
         except RollproofError as error:
             raise pytest.UsageError(str(error)) from None
 
-    def write_files(self, exit_status: int) -> bool:
-        """Write the report and the file of expected failures, if the options ask for them.
+    def reported_run(self, exit_status: int, root: Path) -> ReportedRun:
+        """Return what all subjects of the session showed, in one report.
 
-        What was written goes into the closing summary. ``exit_status`` is that of the session.
-        Returns whether all of it could be written.
+        Args:
+            exit_status: The session's.
+            root: pytest's root folder.
+        """
+        report = _merged(list(self.reports.values()))
+        verdict, problems = verdict_of(report), []
+        if verdict == "pass" and exit_status != pytest.ExitCode.OK:
+            # a test of another kind, or a subject that could not be run, which has no report
+            verdict = "unknown"
+            problems.append(
+                f"pytest ended with exit code {exit_status}, though no check failed: another test"
+                " failed, or a subject could not be run, and is not in this report."
+            )
+        return ReportedRun(
+            report=report,
+            verdict=verdict,
+            checks=tuple(default_registry()),
+            problems=problems,
+            root=root,
+        )
+
+    def write_files(self, exit_status: int, root: Path) -> bool:
+        """Write the reports and the file of expected failures, if the options ask for them.
+
+        What was written goes into the closing summary. Returns whether all of it could be written.
+
+        Args:
+            exit_status: The session's.
+            root: pytest's root folder.
         """
         settings = self.settings
         # Only the controller of an xdist session calls this; it has the reports of all workers.
         reports = list(self.reports.values())
         complete = True
-        if settings.report is not None and not reports:
-            self.summary.append(f"report: nothing was judged, {settings.report} was not written")
-        elif settings.report is not None:
-            merged = _merged(reports)
-            text = (
-                _page_text(merged, exit_status)
-                if _is_page(settings.report)
-                else json.dumps(merged, indent=2, ensure_ascii=False) + "\n"
-            )
-            trouble = write_or_keep(Path(settings.report), text)
-            self.summary.append(f"report: {trouble or settings.report}")
-            complete = trouble is None
+        run = self.reported_run(exit_status, root) if reports else None
+        for place in settings.report:
+            if run is None:
+                self.summary.append(f"report: nothing was judged, {place} was not written")
+                continue
+            target = Path(place)
+            trouble = write_or_keep(target, report_text(run, ReportForm.of(target)))
+            self.summary.append(f"report: {trouble or place}")
+            complete = complete and trouble is None
         if settings.accept and settings.expected is not None:
             try:
                 expected = ExpectedFailures.read(settings.expected, missing_ok=True)
@@ -147,30 +172,6 @@ class State:
                 self.summary.append(f"expected failures: {error}")
                 complete = False
         return complete
-
-
-def _is_page(report: str) -> bool:
-    return report.lower().endswith((".html", ".htm"))
-
-
-def _page_text(report: Mapping[str, Any], exit_status: int) -> str:
-    """Return the HTML report of a session."""
-    verdict, problems = verdict_of(report), []
-    if verdict == "pass" and exit_status != pytest.ExitCode.OK:
-        # a test of another kind, or a subject that could not be run, which has no report
-        verdict = "unknown"
-        problems.append(
-            f"pytest ended with exit code {exit_status}, though no check failed: another test"
-            " failed, or a subject could not be run, and is not in this report."
-        )
-    return report_page_text(
-        ReportPage(
-            report=report,
-            verdict=verdict,
-            promises={check.id: check.promise for check in default_registry()},
-            problems=problems,
-        )
-    )
 
 
 def read_settings(config: pytest.Config, values: Mapping[str, Any]) -> Settings:
@@ -190,7 +191,7 @@ def read_settings(config: pytest.Config, values: Mapping[str, Any]) -> Settings:
         profile=values["profile"],
         seed=None if seed is None else int(seed),
         only=tuple(values["only"]),
-        report=_absolute(config, "rollproof_report"),
+        report=_all_absolute(config, "rollproof_report"),
         expected=_absolute(config, "rollproof_expected"),
         accept=bool(values["accept"]),
         unknown=values["unknown"],
@@ -206,6 +207,13 @@ def read_settings(config: pytest.Config, values: Mapping[str, Any]) -> Settings:
 def _check_choice(flag: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise pytest.UsageError(f"{flag}={value!r} is not one of: {', '.join(valid)}.")
+
+
+def _all_absolute(config: pytest.Config, dest: str) -> tuple[str, ...]:
+    """Return the paths of an option that may be repeated, as ``_absolute`` does."""
+    option, setting = config.getoption(dest), config.getini(dest)
+    folder = config.invocation_params.dir if option else config.rootpath
+    return tuple(str(folder / path) for path in option or setting)
 
 
 def _absolute(config: pytest.Config, dest: str) -> str | None:

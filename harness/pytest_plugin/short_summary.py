@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from rollproof.core.error_text import one_line
 from rollproof.errors import ConformanceError, RollproofError
+from rollproof.pytest_plugin.item_location import item_location
 
 __all__ = ["HEADLINE", "shorten"]
 
@@ -22,10 +24,10 @@ def shorten(item: pytest.Item, error: BaseException, report: pytest.TestReport) 
     and annotations (pytest-github-actions-annotate-failures) take the same line, and the place of
     the test. A skip of ours gets the place of the test too.
     """
-    line = item.location[1]
     if report.skipped and isinstance(report.longrepr, tuple):
-        if Path(report.longrepr[0]).parent == Path(__file__).parent and line is not None:
-            report.longrepr = (str(item.path), line + 1, report.longrepr[2])
+        if Path(report.longrepr[0]).parent == Path(__file__).parent:
+            place = item_location(item)
+            report.longrepr = (str(place.file), place.line, report.longrepr[2])
         return
     # an attribute of every representation that pytest makes of an exception
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -35,8 +37,11 @@ def shorten(item: pytest.Item, error: BaseException, report: pytest.TestReport) 
     if headline is not None:
         del item.stash[HEADLINE]  # the item may run again
         crash.message = one_line(headline)
-        if line is not None:
-            crash.path, crash.lineno = str(item.path), line + 1
+        place = item_location(item)
+        crash.path, crash.lineno = str(place.file), place.line
+        # pytest counts these lines from 0
+        file = os.path.relpath(place.file, item.config.rootpath)
+        report.location = (file, place.line - 1, report.location[2])
     elif isinstance(error, RollproofError):
         text = error.headline if isinstance(error, ConformanceError) else str(error)
         crash.message = f"{type(error).__name__}: {one_line(text)}"

@@ -27,6 +27,7 @@ __all__ = [
     "failure_headline",
     "finding_headline",
     "finding_lines",
+    "first_of_each_kind",
     "place_text",
     "report_lines",
     "run_text",
@@ -225,7 +226,7 @@ def check_lines(
     exercised = f" (exercised {times:,} times)" if check["verdict"] == "pass" else ""
     detail = f": {reason}" if reason else ""
     yield style, wrapped(f"  {word}  {check['id']}{exercised}{detail}", "      ")
-    one_each = _one_of_each_kind(check["findings"])
+    one_each = first_of_each_kind(check["findings"])
     shown = one_each[:findings]
     flavours: Mapping[str, Sequence[str]] = check.get("flavours", {})
     for number, finding in enumerate(shown, 1):
@@ -242,7 +243,7 @@ def check_lines(
         yield Style.FAINT, f"     ... and {rest} of this check{kinds}{hint}"
 
 
-def _one_of_each_kind(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def first_of_each_kind(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the first finding of each kind: further ones differ from it by their place alone."""
     first: dict[str, Mapping[str, Any]] = {}
     for finding in findings:

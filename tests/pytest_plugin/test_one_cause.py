@@ -193,6 +193,14 @@ def test_annotations_and_junit_files_name_the_finding_and_the_test(
     place = fake_runs.path / "test_it.py"
 
     assert f"SEEN ('test_it.py', 5) {place} 6 Title of stitch.a (request r0)" in result.outlines
+    # the function of a class is rollproof's own: the place is the line of the class
+    fake_runs.makepyfile(
+        test_it="import rollproof\n\n\nclass TestMine(rollproof.RolloutConformance):\n"
+        "    class subject:\n        verdicts = {'stitch.a': 'fail'}\n"
+    )
+    fake_runs.runpytest_inprocess("-s").stdout.fnmatch_lines(
+        [f"SEEN ('test_it.py', 3) {place} 4 *"]
+    )
     junit = (fake_runs.path / "junit.xml").read_text(encoding="utf-8")
     assert '<failure message="Title of stitch.a (request r0)">Promise of stitch.a.' in junit
 

@@ -194,20 +194,29 @@ def test_a_recording_is_limited_to_the_checks_of_the_session(pytester: pytest.Py
 
 
 @pytest.mark.parametrize("workers", [["-n2"], ["-p", "no:xdist"]])
-def test_a_report_that_ends_in_html_is_a_page(
+def test_a_report_has_the_form_that_its_name_says(
     fake_runs: pytest.Pytester, workers: list[str]
 ) -> None:
-    """The controller writes it once, with the reports of all workers: every subject and its
-    verdicts.
+    """The controller writes each once, with the reports of all workers: every subject and its
+    verdicts; a finding of SARIF is at the line of its test. Names in the ini file are one a line.
     """
     pytest.importorskip("jinja2", reason="the page needs rollproof[report]")
     fake_runs.makepyfile(
         test_one=suite(stitch_a="fail"), test_two=suite().replace("MyStack", "Other")
     )
-    result = fake_runs.runpytest_subprocess("--rollproof-report=out.html", *workers)
+    fake_runs.makeini("[pytest]\nrollproof_report =\n    out.html\n    the findings.sarif\n")
+    result = fake_runs.runpytest_subprocess(*workers)
     text = (fake_runs.path / "out.html").read_text(encoding="utf-8")
+    findings = (fake_runs.path / "the findings.sarif").read_text(encoding="utf-8")
 
     assert 1 == str(result.stdout).count("out.html\n")
+    (found,) = json.loads(findings)["runs"][0]["results"]
+    place = found["locations"][0]["physicalLocation"]
+    assert ("stitch.a", "test_one.py", 6) == (
+        found["ruleId"],
+        place["artifactLocation"]["uri"],
+        place["region"]["startLine"],
+    )
     assert "<strong>FAIL</strong>" in text
     assert 1 == text.count("MyStack</h3>") == text.count("Other</h3>")
     assert 1 == text.count('<span class="badge fail">FAIL</span> <a href="#c')

@@ -14,12 +14,9 @@ import pytest
 
 from rollproof.cli.app import run
 from rollproof.errors import ExtraError, UsageError
-from rollproof.reporting.html.report_page import (
-    ReportPage,
-    check_report_page_target,
-    report_page_text,
-    verdict_of,
-)
+from rollproof.judging.checks import request_check
+from rollproof.reporting.html.report_page import check_report_page_target, report_page_text
+from rollproof.reporting.reported_run import ReportedRun, verdict_of
 from tests.support.faulty_subjects import CONCAT
 from tests.support.html_pages import HOSTILE, needs_browser, probe, rendered, tags_of
 from tests.support.made_up_reports import checked, finding, moment, reported
@@ -30,7 +27,7 @@ pytest.importorskip("jinja2", reason="the page needs rollproof[report]")
 
 def page_of(*reports: Mapping[str, Any], **more: Any) -> str:
     merged = reports[0] if len(reports) == 1 else {**reports[0], "reports": list(reports)}
-    return report_page_text(ReportPage(report=merged, verdict=verdict_of(merged), **more))
+    return report_page_text(ReportedRun(report=merged, verdict=verdict_of(merged), **more))
 
 
 def hostile_page() -> str:
@@ -44,7 +41,11 @@ def hostile_page() -> str:
     return page_of(
         report,
         report,
-        promises={f"{HOSTILE}0": HOSTILE},
+        checks=[
+            request_check(f"{HOSTILE}0", promise=HOSTILE, needs=HOSTILE, exercised_by=HOSTILE)(
+                lambda view, out: None
+            )
+        ],
         problems=[HOSTILE],
         notes=[HOSTILE],
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from rollproof.reporting.html.pages import (
     require_packages,
     story_values,
 )
+from rollproof.reporting.reported_run import WORST_FIRST, ReportedRun, verdict_of
 from rollproof.reporting.text import self_test_text, summary_text
 
-__all__ = ["ReportPage", "check_report_page_target", "report_page_text", "verdict_of"]
+__all__ = ["check_report_page_target", "report_page_text"]
 
 _BYTES = 2_000_000
 """A page is not larger, unless the smallest detail is."""
-_WORST_FIRST = ("fail", "unknown", "expected fail", "pass", "not applicable")
 _LISTED = ("fail", "expected fail", "unknown")
 """Verdicts whose checks have a block of their own."""
 _NOTES = 20
@@ -35,25 +35,6 @@ _NAMES = 3
 """Subjects that the title names, if the report has no name of its own; more are counted."""
 _COLUMNS = 40
 """Subjects of the table of verdicts; further ones have their blocks alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportPage:
-    """What a page shows.
-
-    report: The JSON form of the report, with the subjects' own below ``reports`` if there are
-        several.
-    verdict: ``pass``, ``fail`` or ``unknown``, which the exit code of the run says too.
-    promises: The promises of the checks, by id.
-    problems: What else made the run fail.
-    notes: Remarks on the run.
-    """
-
-    report: Mapping[str, Any]
-    verdict: str
-    promises: Mapping[str, str] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,15 +77,15 @@ def check_report_page_target(path: Path) -> None:
     check_target(path)
 
 
-def report_page_text(page: ReportPage) -> str:
+def report_page_text(run: ReportedRun) -> str:
     """Return the HTML, of at most 2 MB; what is left out for that is said on the page."""
     template = page_template("rollproof.reporting.html", "report.html")
     # a page that is too large even so is better than none
     for detail in _DETAILS[:-1]:
-        text = _joined(template.generate(page=_values(page, detail)), _BYTES)
+        text = _joined(template.generate(page=_values(run, detail)), _BYTES)
         if text is not None:
             return text
-    return text_bytes(template.render(page=_values(page, _DETAILS[-1]))).decode()
+    return text_bytes(template.render(page=_values(run, _DETAILS[-1]))).decode()
 
 
 def _joined(parts: Iterable[str], most: int) -> str | None:
@@ -119,23 +100,21 @@ def _joined(parts: Iterable[str], most: int) -> str | None:
     return b"".join(encoded).decode()
 
 
-def _values(page: ReportPage, detail: _Detail) -> dict[str, Any]:
+def _values(run: ReportedRun, detail: _Detail) -> dict[str, Any]:
     """Return what the template shows."""
-    report = page.report
-    reports = list(report.get("reports", ())) or [report]
-    # failures first, each in the order of the run
-    order = sorted(reports, key=lambda one: _WORST_FIRST.index(verdict_of(one)))
-    shown = order[: detail.subjects]
+    report, reports = run.report, run.reports
+    shown = reports[: detail.subjects]
+    promises = {check.id: check.promise for check in run.checks}
     cut = _Cut(detail)
     situations = {name: number for number, name in enumerate(_situations(report), 1)}
     checks = {check["id"]: number for number, check in enumerate(_checks(reports), 1)}
     subjects = [_subject(one, number, checks, cut) for number, one in enumerate(shown, 1)]
     values = {
         "title": cut.text(_title(report, reports)),
-        "verdict": page.verdict,
+        "verdict": run.verdict,
         "summary": summary_text(report),
-        "problems": cut.notes(page.problems),
-        "notes": cut.notes((*page.notes, *report.get("notes", ()))),
+        "problems": cut.notes(run.problems),
+        "notes": cut.notes((*run.notes, *report.get("notes", ()))),
         "facts": _facts(report, len(reports)),
         "self_test": self_test_text(report["canary"]),
         "subjects": subjects,
@@ -149,7 +128,7 @@ def _values(page: ReportPage, detail: _Detail) -> dict[str, Any]:
             {
                 "id": cut.text(check["id"]),
                 "number": checks[check["id"]],
-                "promise": page.promises.get(check["id"], ""),
+                "promise": promises.get(check["id"], ""),
                 "situations": [
                     (cut.text(name), situations.get(name), count)
                     for name, count in check["exercised"].items()
@@ -223,14 +202,6 @@ class _Cut:
                 yield f"{count:,} {one if count == 1 else many}"
 
 
-def verdict_of(report: Mapping[str, Any]) -> str:
-    """Return the verdict over all checks of a report, as its exit code says it."""
-    summary, canary = report["summary"], report["canary"]
-    if summary["fail"] or (canary and canary["planted"] is not None and not canary["red"]):
-        return "fail"
-    return "pass" if summary["pass"] and not summary["unknown"] else "unknown"
-
-
 def _title(report: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str:
     names = [str(one["subject"]) for one in reports]
     if len(names) > _NAMES and report["subject"] == ", ".join(names):
@@ -268,7 +239,7 @@ def _subject(
     report: Mapping[str, Any], number: int, checks: Mapping[str, int], cut: _Cut
 ) -> dict[str, Any]:
     """Return the block of a subject."""
-    by_verdict: dict[str, list[Mapping[str, Any]]] = {verdict: [] for verdict in _WORST_FIRST}
+    by_verdict: dict[str, list[Mapping[str, Any]]] = {verdict: [] for verdict in WORST_FIRST}
     for check in report["checks"]:
         by_verdict[check["verdict"]].append(check)
     return {

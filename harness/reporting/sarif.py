@@ -1,0 +1,210 @@
+"""A report as SARIF 2.1.0, which code scanning services and editors read.
+
+A rule is a check; a result is a finding, one of each kind of a check of a subject, at the line of
+the subject or of its test. A check that is unknown is no result but a notification: nothing was
+found.
+https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rollproof.judging.checks import Check
+from rollproof.reporting.reported_run import ReportedRun
+from rollproof.reporting.text import first_of_each_kind, place_text, self_test_text
+
+__all__ = ["sarif_text"]
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_ROOT = "%SRCROOT%"
+_RESULTS = 5_000
+"""GitHub shows no more results of a run."""
+_CHARACTERS = 2_000
+"""Characters of a text."""
+_NOTIFICATIONS = 1_000
+
+
+def sarif_text(run: ReportedRun) -> str:
+    """Return the SARIF log of a run."""
+    checks = {check.id: check for check in run.checks}
+    listed = list(
+        dict.fromkeys(check["id"] for report in run.reports for check in report["checks"])
+    )
+    numbers = {check_id: number for number, check_id in enumerate(listed)}
+    results = list(_results(run, numbers))
+    notifications = list(_notifications(run, numbers, left=len(results) - _RESULTS))
+    log = {
+        "$schema": _SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "rollproof",
+                        "version": metadata.version("rollproof"),
+                        "rules": [_rule(check_id, checks.get(check_id)) for check_id in listed],
+                    }
+                },
+                "originalUriBaseIds": {
+                    _ROOT: {"description": {"text": "The root folder of the run."}}
+                },
+                # a run that found something did what it should
+                "invocations": [
+                    {"executionSuccessful": True, "toolExecutionNotifications": notifications}
+                ],
+                "results": results[:_RESULTS],
+                "properties": {
+                    "verdict": run.verdict,
+                    "summary": dict(run.report["summary"]),
+                    "profile": run.report["profile"],
+                    "seed": run.report["seed"],
+                },
+            }
+        ],
+    }
+    return json.dumps(log, indent=1, ensure_ascii=False) + "\n"
+
+
+def _rule(check_id: str, check: Check | None) -> dict[str, Any]:
+    rule: dict[str, Any] = {"id": check_id, "defaultConfiguration": {"level": "error"}}
+    if check is None:  # the report is of another version
+        return rule
+    help_lines = (
+        check.promise,
+        f"It needs {check.needs}.",
+        f"It is exercised by: {', '.join(check.exercised_by)}.",
+        f"`rollproof checks {check_id}` says which known bugs it detects.",
+    )
+    return {
+        **rule,
+        "shortDescription": {"text": check.promise},
+        "fullDescription": {"text": check.promise},
+        "help": {"text": "\n".join(help_lines)},
+        "properties": {"tags": ["rollproof", check.family]},
+    }
+
+
+def _results(run: ReportedRun, numbers: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    for verdict in ("fail", "expected fail"):
+        for report, check in run.with_verdict(verdict):
+            for finding in first_of_each_kind(check["findings"]):
+                result = _result(report, check, finding, run.root)
+                yield {**result, "ruleIndex": numbers[check["id"]]}
+
+
+def _result(
+    report: Mapping[str, Any], check: Mapping[str, Any], finding: Mapping[str, Any], root: Path
+) -> dict[str, Any]:
+    kind = finding.get("kind") or finding["title"]
+    facts = {
+        "subject": report["subject"],
+        "kind": kind,
+        "flavour": finding.get("flavour", ""),
+        "profile": report["profile"],
+        "seed": report["seed"],
+        "counterexample": finding["witness"] or "",
+        "found": check.get("kinds", {}).get(kind, 0),
+    }
+    # by what does not change with the place of the finding, so that a service knows it again
+    print_of = "\n".join((report["subject"], check["id"], kind))
+    result: dict[str, Any] = {
+        "ruleId": check["id"],
+        "level": "error",
+        "message": {"text": _cut(_message(report, finding))},
+        "locations": _locations(report, finding, root),
+        "partialFingerprints": {
+            "rollproofFinding/v1": hashlib.sha256(
+                print_of.encode("utf-8", "backslashreplace")
+            ).hexdigest()
+        },
+        "properties": {
+            name: _cut(value) if isinstance(value, str) else value
+            for name, value in facts.items()
+            if value not in ("", None)
+        },
+    }
+    if check["verdict"] == "expected fail":
+        justification = {"kind": "external", "justification": _cut(check["reason"])}
+        result["suppressions"] = [justification]
+    return result
+
+
+def _message(report: Mapping[str, Any], finding: Mapping[str, Any]) -> str:
+    rows = (
+        ("subject", report["subject"]),
+        ("where", place_text(finding["where"])),
+        ("engine", finding.get("flavour", "")),
+        ("expected", finding["expected"]),
+        ("observed", finding["observed"]),
+        ("hint", finding["hint"]),
+        ("rerun", f"rollproof replay {finding['witness']}" if finding["witness"] else ""),
+    )
+    # services show the first sentence in their lists
+    title = str(finding["title"])
+    head = title if title.endswith((".", "!", "?")) else f"{title}."
+    return "\n".join([head, *(f"{name}: {value}" for name, value in rows if value)])
+
+
+def _locations(
+    report: Mapping[str, Any], finding: Mapping[str, Any], root: Path
+) -> list[dict[str, Any]]:
+    """Return the line of the subject or its test, else the counterexample: GitHub refuses a file
+    with a result that has no location.
+    """
+    location = report.get("location")
+    if location:
+        file, line = Path(location["file"]), location["line"]
+    elif finding["witness"]:
+        file, line = Path(finding["witness"]), 1
+    else:
+        return []
+    path = root / file
+    below = path.is_relative_to(root)
+    artifact: dict[str, Any] = (
+        {"uri": _uri(path.relative_to(root).as_posix()), "uriBaseId": _ROOT}
+        if below
+        else {"uri": f"file://{_uri(path.as_posix())}"}
+    )
+    return [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}]
+
+
+def _uri(path: str) -> str:
+    return quote(path, errors="surrogateescape")
+
+
+def _notifications(
+    run: ReportedRun, numbers: Mapping[str, int], *, left: int
+) -> Iterator[dict[str, Any]]:
+    """Yield what made the run fail beside findings, what is unknown, and what was left out."""
+    if left > 0:
+        yield _notification(f"{left:,} more findings are not in this file.", "warning")
+    for text in run.problems[:_NOTIFICATIONS]:
+        yield _notification(text, "error")
+    for report in run.reports:
+        canary = report["canary"]
+        if canary and canary["planted"] is not None and not canary["red"]:
+            yield _notification(f"{report['subject']}: {self_test_text(canary)}", "error")
+    unknown = list(run.with_verdict("unknown"))
+    for report, check in unknown[:_NOTIFICATIONS]:
+        text = f"{report['subject']}: {check['id']} is unknown: {check['reason']}"
+        rule = {"id": check["id"], "index": numbers[check["id"]]}
+        yield {**_notification(text, "warning"), "associatedRule": rule}
+    if len(unknown) > _NOTIFICATIONS:
+        more = len(unknown) - _NOTIFICATIONS
+        yield _notification(f"{more:,} more checks are unknown.", "warning")
+
+
+def _notification(text: str, level: str) -> dict[str, Any]:
+    return {"level": level, "message": {"text": _cut(text)}}
+
+
+def _cut(text: str) -> str:
+    text = str(text)
+    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} ..."

@@ -1,0 +1,166 @@
+"""A report as SARIF: what the specification requires, findings at the user's line, and bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollproof.cli.app import run
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import request_check
+from rollproof.reporting.reported_run import ReportedRun, verdict_of
+from rollproof.reporting.sarif import sarif_text
+from tests.support.html_pages import HOSTILE
+from tests.support.made_up_reports import checked, finding, reported
+from tests.support.shown_traces import traced, written
+
+ROOT = Path("/work place")
+
+
+def log_of(*reports: dict[str, Any], problems: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The only run of the log of reports."""
+    merged = reports[0] if len(reports) == 1 else {**reports[0], "reports": list(reports)}
+    verdict = verdict_of(merged)
+    check = request_check("a.b", promise="It holds.", needs="a trace", exercised_by="aborts")
+    rules = [check(lambda view, out: None)]
+    reported_run = ReportedRun(
+        report=merged, verdict=verdict, checks=rules, problems=problems, root=ROOT
+    )
+    log: dict[str, Any] = json.loads(sarif_text(reported_run))
+    assert ("2.1.0", 1) == (log["version"], len(log["runs"]))
+    assert log["$schema"].endswith("sarif-2.1.0.json")
+    only: dict[str, Any] = log["runs"][0]
+    return only
+
+
+def uri_of(result: dict[str, Any]) -> tuple[str, int, bool]:
+    """Address and line of a result, and whether the address starts from the root."""
+    (location,) = result["locations"]
+    place = location["physicalLocation"]
+    artifact = place["artifactLocation"]
+    return (
+        artifact["uri"],
+        place["region"]["startLine"],
+        artifact.get("uriBaseId") == "%SRCROOT%",
+    )
+
+
+def test_a_finding_is_a_result_of_its_check() -> None:
+    """With the rule's promise and help, the finding's text and kind, and the line of the user's
+    test; findings that differ by their place alone are one result.
+    """
+    report = {
+        **reported("Mine", checked("x.y", "pass"), checked("a.b", "fail", [finding("odd")] * 2)),
+        "location": {"file": "tests/test_it.py", "line": 7},
+    }
+    log = log_of(report)
+    driver = log["tool"]["driver"]
+    (result,) = log["results"]
+    rule = driver["rules"][result["ruleIndex"]]
+
+    assert ("rollproof", "a.b", "a.b") == (driver["name"], result["ruleId"], rule["id"])
+    assert "It holds." == rule["shortDescription"]["text"]
+    assert "It needs a trace." in rule["help"]["text"]
+    assert "error" == result["level"] and "suppressions" not in result
+    assert result["message"]["text"].startswith("odd.\nsubject: Mine\nwhere: request odd, odd odd")
+    assert "rerun: rollproof replay odd" in result["message"]["text"]
+    assert ("tests/test_it.py", 7, True) == uri_of(result)
+    facts = result["properties"]
+    assert ("odd", "odd", 0, "odd") == tuple(
+        facts[name] for name in ("kind", "flavour", "seed", "counterexample")
+    )
+
+
+def test_a_known_failure_is_suppressed_and_an_unknown_check_is_a_notification() -> None:
+    """Neither is an alert of a code scanning service; other problems of the run are there too."""
+    log = log_of(
+        reported(
+            "Mine",
+            checked("a.b", "expected fail", [finding("odd")], "verl#6029"),
+            checked("x.y", "unknown", text="not exercised"),
+        ),
+        problems=("an entry is stale",),
+    )
+    (result,) = log["results"]
+    notes = log["invocations"][0]["toolExecutionNotifications"]
+
+    assert [{"kind": "external", "justification": "verl#6029"}] == result["suppressions"]
+    assert ["an entry is stale", "Mine: x.y is unknown: not exercised"] == [
+        note["message"]["text"] for note in notes
+    ]
+    assert {"id": "x.y", "index": 1} == notes[1]["associatedRule"]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("a b/té\nst.py", ("a%20b/t%C3%A9%0Ast.py", 1, True)),
+        ("/work place/in.py", ("in.py", 1, True)),
+        ("/else where/out.py", ("file:///else%20where/out.py", 1, False)),
+        (None, ("odd", 1, True)),
+    ],
+)
+def test_a_location_is_an_address_from_the_root(
+    file: str | None, expected: tuple[str, int, bool]
+) -> None:
+    """Spaces and line breaks are escaped; a file elsewhere has its full address; without a file the
+    counterexample is the place, because services refuse a result without one.
+    """
+    report = reported("Mine", checked("a.b", "fail", [finding("odd")]))
+    location = {} if file is None else {"location": {"file": file, "line": 1}}
+    (result,) = log_of({**report, **location})["results"]
+    assert expected == uri_of(result)
+
+
+def test_hostile_and_long_texts_stay_texts() -> None:
+    """JSON escapes them, also what is no text at all, and a message has a bounded length."""
+    report = reported(HOSTILE, checked(HOSTILE, "fail", [finding(f"a\udcff{HOSTILE}" * 1000)]))
+    (result,) = log_of(report)["results"]
+    assert HOSTILE == result["ruleId"]
+    assert "a\udcff</script>" in result["message"]["text"]
+    assert len(result["message"]["text"]) < 2_100
+
+
+def test_ten_thousand_findings_are_bounded_and_counted() -> None:
+    """GitHub shows 5,000 results of a run."""
+    findings = [finding("x" * 300, kind=f"kind {number}", story=[]) for number in range(10_000)]
+    log = log_of(reported("Mine", checked("a.b", "fail", findings)))
+    notes = log["invocations"][0]["toolExecutionNotifications"]
+    assert 5_000 == len(log["results"])
+    assert "5,000 more findings are not in this file." == notes[0]["message"]["text"]
+
+
+def test_check_names_the_trace_as_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--report`` may be repeated, and the ending of a name says the form; JSON holds the same."""
+    monkeypatch.chdir(tmp_path)
+    trace = written(Path("t.arrow"), traced(2, shifted=[1]))
+    arguments = ["check", str(trace), "--only", "routes", "--report", "r.sarif"]
+    assert 1 == run([*arguments, "--report", "r.json"])
+    log = json.loads(Path("r.sarif").read_text(encoding="utf-8"))["runs"][0]
+    data = json.loads(Path("r.json").read_text(encoding="utf-8"))
+
+    assert {("t.arrow", 1, True)} == {uri_of(result) for result in log["results"]}
+    failed = {check["id"] for check in data["checks"] if check["verdict"] == "fail"}
+    assert failed == {result["ruleId"] for result in log["results"]}
+    promises = {
+        rule["id"]: rule["shortDescription"]["text"] for rule in log["tool"]["driver"]["rules"]
+    }
+    assert promises == {check_id: default_registry()[check_id].promise for check_id in promises}
+
+
+@pytest.mark.parametrize("target", [".", "plain/r.sarif"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder, and a file in place of a folder; a missing folder is made."""
+    monkeypatch.chdir(tmp_path)
+    Path("plain").touch()
+    assert 254 == run(["verify", "--report", target])
+    trace = written(Path("t.arrow"), traced(2))
+    assert 0 == run(["check", str(trace), "--only", "routes.rows", "--report", "new/er/r.sarif"])
+    assert Path("new/er/r.sarif").is_file()
