@@ -82,6 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     except RollproofError as error:
         raise pytest.UsageError(str(error)) from error
     config.stash[_REPORT_BEGUN] = False
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.rollproof)  # failures are annotated on GitHub Actions
     if state_of(config).settings.full or any("::" in argument for argument in config.args):
         return
     deselected = [item for item in items if item.get_closest_marker("full")]

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OPTIONS", "Option", "state_of"]
 
+_ANNOTATION = "rollproof_annotation"
+"""The attribute of a report of pytest that holds its annotation, in builtin types: pytest-xdist
+delivers it to the controller.
+"""
 _UNKNOWN_PROPERTY = ("rollproof_verdict", "unknown")
 
 
@@ -65,6 +69,13 @@ OPTIONS = (
         "FILE",
         "linelist",
         (),
+    ),
+    Option(
+        "github",
+        "annotations and a step summary for GitHub Actions: on, off, or auto, which is on if"
+        " GITHUB_ACTIONS is true",
+        "auto|on|off",
+        default="auto",
     ),
     Option("expected", "file of expected failures (TOML; see docs/options.md)", "FILE"),
     Option(
@@ -227,6 +238,12 @@ def pytest_runtest_makereport(
         from rollproof.pytest_plugin.short_summary import shorten
 
         shorten(item, call.excinfo.value, report)
+        if report.failed and _on_github(item.config):
+            from rollproof.pytest_plugin.github_actions import annotation_of
+
+            annotation = annotation_of(item, call.excinfo.value, report)
+            if annotation is not None:
+                vars(report)[_ANNOTATION] = annotation
     return report
 
 
@@ -405,10 +422,32 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    state = terminalreporter.config.stash.get(_STATE, None)
-    if state is None or not (state.reports or state.summary):
-        return
+def _on_github(config: pytest.Config) -> bool:
+    choice = _value(config, next(option for option in OPTIONS if option.name == "github"))
+    return choice == "on" or (choice == "auto" and os.environ.get("GITHUB_ACTIONS") == "true")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: pytest.ExitCode
+) -> None:
+    config = terminalreporter.config
+    state = config.stash.get(_STATE, None)
+    if state is not None and (state.reports or state.summary):
+        _write_reports(terminalreporter, state)
+    annotated = [
+        report
+        for category in ("failed", "error", "unknown")
+        for report in terminalreporter.stats.get(category, ())
+        if hasattr(report, _ANNOTATION)
+    ]
+    if _on_github(config) and (annotated or (state is not None and state.reports)):
+        from rollproof.pytest_plugin.github_actions import show_session
+
+        annotations = [(report, getattr(report, _ANNOTATION)) for report in annotated]
+        show_session(terminalreporter, annotations, state, int(exitstatus))
+
+
+def _write_reports(terminalreporter: pytest.TerminalReporter, state: State) -> None:
     from rollproof.reporting.text import report_lines
 
     terminalreporter.section("rollproof")

@@ -15,6 +15,13 @@ settings.register_profile(
 settings.load_profile("shared-machine")
 
 
+@pytest.fixture(autouse=True)
+def _off_github(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures that tests provoke are no annotations of the job that runs the tests."""
+    for variable in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.fixture
 def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """Inner runs without Hypothesis' plugin: its closing summary imports all of Hypothesis, anew in

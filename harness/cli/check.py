@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTargets, Verbose
+from rollproof.cli.output import Github, JsonTarget, Meter, Only, Output, ReportTargets, Verbose
 from rollproof.core.events.rollout import Submit
 from rollproof.core.progress import Progress
 from rollproof.core.source_location import SourceLocation
@@ -56,6 +56,7 @@ def check(
     ] = False,
     json_target: JsonTarget = None,
     report: ReportTargets = None,
+    github: Github = None,
     verbose: Verbose = False,
 ) -> int:
     """Judge recorded traces. Memory does not grow with their length.
@@ -64,7 +65,7 @@ def check(
     lost its end or is still written, checks may fail, but pass only with --unfinished-ok; requests
     that were open at its end do not count as hanging.
     """
-    output = Output(json_target, report)
+    output = Output(json_target, report, github=github)
     traces_judged = _TraceResults(
         Tally(default_registry().select(only) if only else default_registry()),
         unfinished_ok=unfinished_ok,

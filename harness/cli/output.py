@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -23,11 +24,13 @@ from rollproof.core.progress import Progress
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.report import ExitCode
+from rollproof.reporting.annotations import annotations_of, command_lines, on_github
 from rollproof.reporting.report_files import ReportForm, check_report_target, report_text
 from rollproof.reporting.reported_run import ReportedRun
+from rollproof.reporting.step_summary import append_step_summary
 from rollproof.reporting.text import Line
 
-__all__ = ["JsonTarget", "Meter", "Only", "Output", "ReportTargets", "Verbose"]
+__all__ = ["Github", "JsonTarget", "Meter", "Only", "Output", "ReportTargets", "Verbose"]
 
 JsonTarget: TypeAlias = Annotated[
     str | None,
@@ -46,6 +49,14 @@ ReportTargets: TypeAlias = Annotated[
         " name JSON; may be repeated.",
     ),
 ]
+Github: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--github/--no-github",
+        help="Annotations and a step summary for GitHub Actions.",
+        show_default="if GITHUB_ACTIONS is true",
+    ),
+]
 Only: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="ID", help="Only this check or family; may be repeated."),
@@ -60,6 +71,8 @@ Verbose: TypeAlias = Annotated[
 ]
 
 _VERDICTS = {ExitCode.PASS: "pass", ExitCode.FAIL: "fail"}
+_COMMAND = re.compile(r"^(\s*)::", re.MULTILINE)
+"""The beginning of a line of output that GitHub Actions executes."""
 _QUIET = 2.0
 """Seconds before a run shows progress."""
 _WIDTH = 140
@@ -76,10 +89,15 @@ class Output:
     """
 
     def __init__(
-        self, json_target: str | None = None, report_targets: Iterable[Path] | None = None
+        self,
+        json_target: str | None = None,
+        report_targets: Iterable[Path] | None = None,
+        *,
+        github: bool | None = None,
     ) -> None:
         self._json_target = json_target
         self._report_targets = tuple(report_targets or ())
+        self._github = on_github() if github is None else github
         self._misplaced = False
         if json_target == "-" and (failure := stdout_failure()) is not None:
             raise UsageError(
@@ -106,11 +124,20 @@ class Output:
     def lines(self, lines: Iterable[Line]) -> None:
         """Print styled lines."""
         for style, text in lines:
-            self._console.print(Text(_visible(text), style=style.rich))
+            self._console.print(Text(self._visible(text), style=style.rich))
 
     def say(self, text: str = "") -> None:
         """Print one plain line."""
-        self._console.print(Text(_visible(text)))
+        self._console.print(Text(self._visible(text)))
+
+    def _visible(self, text: str) -> str:
+        """Return the text with control characters escaped, and what GitHub takes for a command."""
+        # A trace is untrusted: its names could move the cursor, recolour the terminal, or hide
+        # lines of a log.
+        visible = "".join(
+            char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text
+        )
+        return _COMMAND.sub(r"\1\\x3a:", visible) if self._github else visible
 
     def table(self, table: Table) -> None:
         """Print a table, within the width of the terminal."""
@@ -149,7 +176,8 @@ class Output:
         problems: Iterable[str] = (),
         notes: Iterable[str] = (),
     ) -> None:
-        """Write the report to the targets of ``--report``, as ``json`` does.
+        """Write the report to the targets of ``--report``, as ``json`` does, and what GitHub
+        Actions shows if it runs the command.
 
         Args:
             data: The JSON form of the report.
@@ -167,6 +195,11 @@ class Output:
         for target in self._report_targets:
             text = report_text(run, ReportForm.of(target))
             self._report_trouble(write_or_keep(target, text))
+        if self._github:
+            for line in command_lines(list(annotations_of(run)), run.root):
+                self._console.print(Text(line))
+            if (trouble := append_step_summary(run)) is not None:
+                sys.stderr.write(f"rollproof: {trouble}\n")
 
     def _report_trouble(self, trouble: str | None) -> None:
         if trouble is not None:
@@ -179,14 +212,6 @@ class Output:
         JSON or a report that could not be written is an error, unless a check failed.
         """
         return ExitCode.USAGE if self._misplaced and code != ExitCode.FAIL else code
-
-
-def _visible(text: str) -> str:
-    """Return the text with control characters escaped."""
-    # A trace is untrusted: its names could move the cursor, or recolour the terminal.
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text
-    )
 
 
 class Meter:

@@ -16,7 +16,7 @@ from rollproof.cli.named_targets import (
     stack_targets,
     subject_target,
 )
-from rollproof.cli.output import JsonTarget, Meter, Only, Output, ReportTargets, Verbose
+from rollproof.cli.output import Github, JsonTarget, Meter, Only, Output, ReportTargets, Verbose
 from rollproof.cli.parallel import Settings, judge_all, processors
 from rollproof.core.files import check_folder, check_target
 from rollproof.core.source_location import source_location
@@ -127,6 +127,7 @@ def verify(
     ] = False,
     json_target: JsonTarget = None,
     report: ReportTargets = None,
+    github: Github = None,
     witness_dir: Annotated[
         Path,
         typer.Option(
@@ -156,7 +157,7 @@ def verify(
     conversion, layouts, trainers): all must pass.
     """
     # Everything that can be refused is refused before the run, which may take hours.
-    output = Output(json_target, report)
+    output = Output(json_target, report, github=github)
     check_folder(witness_dir)
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()

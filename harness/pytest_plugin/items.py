@@ -19,13 +19,13 @@ from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import RollproofError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Verdict
-from rollproof.judging.report import Interrupted, Report
+from rollproof.judging.report import Interrupted, Report, finding_dict
 from rollproof.pytest_plugin.decorators import Conformance, check_profile
 from rollproof.pytest_plugin.session_state import State
 from rollproof.pytest_plugin.short_summary import HEADLINE
 from rollproof.pytest_plugin.suite_spec import Suite
 from rollproof.reporting.setup_errors import setup_error_lines
-from rollproof.reporting.text import KINDS, check_lines, finding_headline, text_of
+from rollproof.reporting.text import KINDS, check_lines, finding_headline, finding_rows, text_of
 from rollproof.verification.argument_checks import as_flavours, as_seed
 from rollproof.verification.counterexamples import delete_counterexamples
 from rollproof.verification.expected_failures import ExpectedFailures
@@ -80,8 +80,10 @@ def run_item(item: pytest.Function, state: State) -> None:
     report = _report(state, suite, item)
     check_id = item.funcargs["check"]
     result = next(result for result in report.results if result.id == check_id)
-    # For JUnit files, and for the plugin, which lists an unknown verdict as UNKNOWN.
-    item.user_properties.append(("rollproof_verdict", str(result.verdict)))
+    # For JUnit files, and for the plugin, which lists an unknown verdict as UNKNOWN. An item may
+    # run again (pytest-rerunfailures).
+    others = [pair for pair in item.user_properties if not pair[0].startswith("rollproof_")]
+    item.user_properties[:] = [*others, *_properties(result, report)]
     _raise_outcome(item, result, report, state)
     item.funcargs["check"] = result
 
@@ -132,12 +134,29 @@ def _raise_cause(item: pytest.Function, result: CheckResult, report: Report, sta
     if shown_by != item.nodeid:
         pytest.skip(f"unknown: {result.reason}. No rollout delivered a sample: see {shown_by}")
     # Listed as a failure and not as UNKNOWN: pytest prints the text of failures alone.
-    item.user_properties.pop()
+    item.user_properties.remove(("rollproof_verdict", str(Verdict.UNKNOWN)))
     _fail(
         item,
         f"{result.id} is unknown: {report.undelivered}.\n{_failure_text(item, cause, report)}",
         f"unknown: {report.undelivered}",
     )
+
+
+def _properties(result: CheckResult, report: Report) -> list[tuple[str, str]]:
+    """Return what JUnit files say of an item: its check, and the first finding."""
+    facts = {
+        "check": result.id,
+        "verdict": str(result.verdict),
+        "subject": report.subject,
+        "profile": report.profile,
+        "seed": str(report.seed),
+    }
+    if result.verdict is Verdict.FAIL and result.findings:
+        finding = finding_dict(result.findings[0])
+        facts["finding"] = finding["kind"] or finding["title"]
+        facts["flavour"] = finding["flavour"]
+        facts["rerun"] = dict(finding_rows(finding, result.id)).get("rerun", "")
+    return [(f"rollproof_{name}", value) for name, value in facts.items() if value]
 
 
 def _item_of(item: pytest.Function, check_id: str) -> str | None:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from rollproof.judging.checks import Check
 from rollproof.reporting.reported_run import ReportedRun
-from rollproof.reporting.text import first_of_each_kind, place_text, self_test_text
+from rollproof.reporting.text import finding_rows, first_of_each_kind, self_test_text
 
 __all__ = ["sarif_text"]
 
@@ -117,7 +117,7 @@ def _result(
     result: dict[str, Any] = {
         "ruleId": check["id"],
         "level": "error",
-        "message": {"text": _cut(_message(report, finding))},
+        "message": {"text": _cut(_message(report, check["id"], finding))},
         "locations": _locations(report, finding, root),
         "partialFingerprints": {
             "rollproofFinding/v1": hashlib.sha256(
@@ -136,20 +136,12 @@ def _result(
     return result
 
 
-def _message(report: Mapping[str, Any], finding: Mapping[str, Any]) -> str:
-    rows = (
-        ("subject", report["subject"]),
-        ("where", place_text(finding["where"])),
-        ("engine", finding.get("flavour", "")),
-        ("expected", finding["expected"]),
-        ("observed", finding["observed"]),
-        ("hint", finding["hint"]),
-        ("rerun", f"rollproof replay {finding['witness']}" if finding["witness"] else ""),
-    )
+def _message(report: Mapping[str, Any], check_id: str, finding: Mapping[str, Any]) -> str:
+    rows = [("subject", report["subject"]), *finding_rows(finding, check_id)]
     # services show the first sentence in their lists
     title = str(finding["title"])
     head = title if title.endswith((".", "!", "?")) else f"{title}."
-    return "\n".join([head, *(f"{name}: {value}" for name, value in rows if value)])
+    return "\n".join([head, *(f"{name}: {value}" for name, value in rows)])
 
 
 def _locations(

@@ -27,6 +27,7 @@ __all__ = [
     "failure_headline",
     "finding_headline",
     "finding_lines",
+    "finding_rows",
     "first_of_each_kind",
     "place_text",
     "report_lines",
@@ -265,37 +266,58 @@ def finding_lines(
     counterexample again, and show it; the last one not if ``is_shown``.
     """
     yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7, width)
-    told = [moment for moment in finding.get("story", ()) if not moment.get("broke")]
-    yield from _rows(
-        [
-            ("where", place_text(finding["where"])),
-            ("engine" if len(flavours) < 2 else "engines", _flavours(finding, flavours)),
-            # the story names these events, too
-            ("after", "" if told else "; ".join(finding.get("after", ()))),
-        ],
-        width,
-    )
+    yield from _rows(_place_rows(finding, flavours), width)
     yield from story_lines(finding.get("story", ()), most=_TOLD, width=width)
+    yield from _rows(_promise_rows(finding), width)
+    # a command stays on one line, so that it can be copied
+    for name, text in _command_rows(finding, check_id, is_shown=is_shown):
+        yield Style.PLAIN, f"       {name:<9} {text}"
+
+
+def finding_rows(
+    finding: Mapping[str, Any], check_id: str, *, is_shown: bool = False
+) -> list[tuple[str, str]]:
+    """Return what is known of a finding beside its title and story, as name and text: what
+    ``finding_lines`` yields.
+    """
+    return [
+        *_place_rows({**finding, "after": ()}, ()),
+        *_promise_rows(finding),
+        *_command_rows(finding, check_id, is_shown=is_shown),
+    ]
+
+
+def _place_rows(finding: Mapping[str, Any], flavours: Sequence[str]) -> list[tuple[str, str]]:
+    told = [moment for moment in finding.get("story", ()) if not moment.get("broke")]
+    rows = [
+        ("where", place_text(finding["where"])),
+        ("engine" if len(flavours) < 2 else "engines", _flavours(finding, flavours)),
+        # the story names these events, too
+        ("after", "" if told else "; ".join(finding.get("after", ()))),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _promise_rows(finding: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [(name, finding[name]) for name in ("expected", "observed", "hint")]
+    return [(name, value) for name, value in rows if value]
+
+
+def _command_rows(
+    finding: Mapping[str, Any], check_id: str, *, is_shown: bool
+) -> list[tuple[str, str]]:
     witness = _relative(finding["witness"]) if finding["witness"] else ""
     rows = [
-        ("expected", finding["expected"]),
-        ("observed", finding["observed"]),
-        ("hint", finding["hint"]),
-    ]
-    yield from _rows(rows, width)
-    commands = [
         ("more", f"rollproof checks {check_id}" if check_id else ""),
         ("rerun", replay_command(finding, witness)),
         ("show", f"rollproof show {shlex.quote(witness)}" if witness and not is_shown else ""),
     ]
-    # a command stays on one line, so that it can be copied
-    yield from ((Style.PLAIN, f"       {name:<9} {text}") for name, text in commands if text)
+    return [(name, value) for name, value in rows if value]
 
 
 def _rows(rows: Iterable[tuple[str, str]], width: int) -> Iterator[Line]:
     for name, value in rows:
-        if value:
-            yield Style.PLAIN, wrapped(f"       {name:<9} {value}", " " * 17, width)
+        yield Style.PLAIN, wrapped(f"       {name:<9} {value}", " " * 17, width)
 
 
 def story_lines(

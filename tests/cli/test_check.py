@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rollproof.fakes.known_bugs._planting import CLEAN
+from rollproof.cli.app import run
+from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN
 from rollproof.judging.report import ExitCode
 from rollproof.store import TraceWriter, dump_trace
 from rollproof.verification.runner import run_case
 from tests.support.command_line import output_of
-from tests.support.faulty_subjects import Correct
+from tests.support.faulty_subjects import Concat, Correct
 
 pytestmark = pytest.mark.usefixtures("command_folder")
 
@@ -89,3 +90,32 @@ def test_one_unreadable_trace_does_not_hide_the_others(
 
     assert "1 check: 1 pass" in text
     assert "junk.arrow is not a rollproof trace" in text
+
+
+def test_github_shows_what_was_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an option on GitHub Actions: an error at the trace, and a summary of the step. What a
+    trace says is no command, and --no-github switches all of it off.
+    """
+    trace = run_case(Concat, ABORTED, name="\n::stop-commands::x")
+    dump_trace(trace, tmp_path / "mailed.json")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    arguments = ["check", "mailed.json", "--only", "routes"]
+    assert ExitCode.FAIL == run([*arguments, "--no-github"])
+    assert "::error" not in capsys.readouterr().out
+    assert not (tmp_path / "summary.md").exists()
+    assert ExitCode.FAIL == run(arguments)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.lstrip()[:2] == "::"]
+    summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
+
+    assert ["::error file=mailed.json,line=1", "::warning file=mailed.json,line=1"] == [
+        line.partition(",title=")[0] for line in lines
+    ]
+    assert summary.startswith("## rollproof: FAIL\n")
+    assert "<code>routes.rows</code> of ::stop-commands::x: " in summary
+    # JSON is alone on standard output
+    assert ExitCode.FAIL == run([*arguments, "--json", "-"])
+    captured = capsys.readouterr()
+    assert "::error file=" in captured.err and captured.out.startswith("{")

@@ -9,10 +9,8 @@ from importlib import resources
 from typing import Any
 
 from rollproof.errors import ExtraError
-from rollproof.reporting.commands import replay_command
-from rollproof.reporting.text import place_text
 
-__all__ = ["finding_rows", "page_template", "require_packages", "story_values"]
+__all__ = ["page_template", "require_packages", "story_values"]
 
 
 def require_packages(names: Sequence[str], needed_for: str, without: str) -> None:
@@ -57,20 +55,6 @@ def page_template(
 def read(package: str, name: str) -> str:
     """Return the text of a file of a package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
-
-
-def finding_rows(finding: Mapping[str, Any], check: str) -> list[tuple[str, str]]:
-    """Return what is known of a finding of a check as name and text."""
-    rows = [
-        ("where", place_text(finding["where"])),
-        ("engine", finding["flavour"]),
-        ("expected", finding["expected"]),
-        ("observed", finding["observed"]),
-        ("hint", finding["hint"]),
-        ("more", f"rollproof checks {check}"),
-        ("rerun", replay_command(finding)),
-    ]
-    return [(name, value) for name, value in rows if value]
 
 
 def story_values(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

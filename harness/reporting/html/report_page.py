@@ -6,7 +6,6 @@ Takes the JSON form of a report (schema 1), as the reports in text do. Needs jin
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.core.files import check_target, text_bytes
-from rollproof.reporting.html.pages import (
-    finding_rows,
-    page_template,
-    require_packages,
-    story_values,
-)
+from rollproof.reporting.html.pages import page_template, require_packages, story_values
 from rollproof.reporting.reported_run import WORST_FIRST, ReportedRun, verdict_of
-from rollproof.reporting.text import self_test_text, summary_text
+from rollproof.reporting.text import finding_rows, self_test_text, summary_text
 
 __all__ = ["check_report_page_target", "report_page_text"]
 
@@ -275,8 +269,6 @@ def _check(check: Mapping[str, Any], number: int, cut: _Cut) -> dict[str, Any]:
     for finding in kept:
         story = cut.story(finding.get("story", ()))
         rows = finding_rows(finding, check["id"])
-        if finding["witness"]:
-            rows.append(("show", f"rollproof show {shlex.quote(finding['witness'])}"))
         findings.append(
             {
                 "title": cut.text(finding["title"]),

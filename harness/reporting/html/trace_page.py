@@ -18,13 +18,12 @@ from rollproof.core.files import check_target, write_atomically
 from rollproof.core.trace import Header
 from rollproof.reporting.html.drawing import Drawing
 from rollproof.reporting.html.pages import (
-    finding_rows,
     page_template,
     read,
     require_packages,
     story_values,
 )
-from rollproof.reporting.text import run_text
+from rollproof.reporting.text import finding_rows, run_text
 
 __all__ = ["OtherFinding", "ShownFinding", "TracePage", "check_page_target", "page_text"]
 
@@ -145,7 +144,7 @@ def _finding_values(shown: ShownFinding) -> dict[str, Any]:
         "check": shown.check,
         "promise": shown.promise,
         "title": finding["title"],
-        "rows": finding_rows(finding, shown.check),
+        "rows": finding_rows(finding, shown.check, is_shown=True),
     }
 
 
