@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,8 @@ from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.judging.report import ExitCode
 
 if TYPE_CHECKING:
+    from rollproof.core.records import Rollout
+    from rollproof.gap.dumps import Dump
     from rollproof.gap.localise.localisation import Localisation
     from rollproof.gap.token_pairs import TokenPairs
 
@@ -32,7 +34,11 @@ def gap(
         Path | None,
         typer.Argument(
             metavar="RECORDS",
-            help="Parquet or Arrow file with one row per token (or per sequence).",
+            help=(
+                "A file with one row per token (or per sequence): Parquet, Arrow, JSONL, CSV, or"
+                " columns of numpy.savez or torch.save. Or what NeMo-RL, prime-rl, verifiers,"
+                " slime, miles or SkyRL dump of their training."
+            ),
         ),
     ] = None,
     rollout: Annotated[
@@ -49,10 +55,10 @@ def gap(
             "--trainer",
             metavar="SPEC",
             help=(
-                "The trainer's logprobs for --rollout: a Parquet file; score:SCORER in the trace;"
-                " hf:PATH, a checkpoint that scores them"
-                " (hf:PATH/{version} or hf:VERSION=PATH,... for several versions); or"
-                " module:factory."
+                "The trainer's logprobs for --rollout, or for a dump that lacks them: hf:PATH, a"
+                " checkpoint that scores them (hf:PATH/{version} or hf:VERSION=PATH,... for several"
+                " versions); or module:factory. For --rollout also a Parquet file, or score:SCORER"
+                " in the trace."
             ),
         ),
     ] = None,
@@ -286,8 +292,9 @@ def _pair(text: str, flag: str, example: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GapInputs:
-    """What is compared: a file with both columns (``records``), or a trace (``rollout``) and its
-    ``trainer``, which is the name of a file or of scores, or an object that scores rollouts.
+    """What is compared: a file with both columns (``records``), which may be a framework's
+    ``dump``, or a trace (``rollout``) and its ``trainer``, which is the name of a file or of
+    scores, or an object that scores rollouts (of a dump too).
     """
 
     records: Path | None
@@ -297,6 +304,7 @@ class GapInputs:
     renamed: Mapping[str, str]
     replay: bool
     every_version: bool
+    dump: Dump | None = None
     groups: Sequence[str] = ()
 
     @classmethod
@@ -319,9 +327,25 @@ class GapInputs:
                 "Give either RECORDS, a file with both columns of logprobs, or --rollout TRACE with"
                 " --trainer SPEC."
             )
-        if rollout is None and trainer is not None:
+        dump = None
+        if records is not None:
+            from rollproof.gap.dumps import read_dump
+
+            dump = read_dump(records)
+        if rollout is None and dump is None and trainer is not None:
             raise UsageError(
-                "--trainer goes with --rollout TRACE: RECORDS has the trainer's logprobs already."
+                "--trainer goes with --rollout TRACE, or with the dump of a framework: RECORDS has"
+                " the trainer's logprobs already."
+            )
+        if dump is not None and (renamed or groups):
+            raise UsageError(
+                f"{records} is a dump of {dump.framework}, whose columns are known: leave --column"
+                " and --group out."
+            )
+        if dump is not None and dump.lacking and trainer is None:
+            raise UsageError(
+                f"{records} is a dump of {dump.framework} without the trainer's logprobs:"
+                f" {dump.lacking}. --trainer hf:PATH or module:factory scores its samples."
             )
         if rollout is not None and groups:
             raise UsageError(
@@ -334,6 +358,11 @@ class GapInputs:
                 " score:SCORER for those in the trace, or hf:PATH."
             )
         scorer = None if trainer is None else _scorer(trainer, dtype, temperature)
+        if dump is not None and trainer is not None and scorer is None:
+            raise UsageError(
+                f"--trainer {trainer}: the samples of a dump are scored by hf:PATH or by"
+                " module:factory."
+            )
         scoring = [
             flag
             for flag, is_set in (("--replay", replay), ("--every-version", every_version))
@@ -350,7 +379,8 @@ class GapInputs:
             records=records,
             rollout=rollout,
             trainer=scorer if scorer is not None else trainer,
-            name=str(records) if rollout is None else f"{rollout} against {trainer}",
+            dump=dump,
+            name=str(records or rollout) + ("" if trainer is None else f" against {trainer}"),
             renamed=renamed,
             replay=replay,
             every_version=every_version,
@@ -360,23 +390,32 @@ class GapInputs:
     def pairs(self) -> TokenPairs:
         """Return the pairs of logprobs to judge."""
         from rollproof.gap.pair_files import read_pairs
-        from rollproof.gap.scored_rollouts import join_trace, score_rollouts
+        from rollproof.gap.scored_rollouts import join_scores, join_trace, score_rollouts
 
-        if self.records is not None:
+        if self.dump is not None and self.trainer is None:
+            return join_scores(self.dump.rollouts, self.dump.trainer_logprobs)
+        if self.dump is None and self.records is not None:
             return read_pairs(self.records, renamed=dict(self.renamed), groups=self.groups)
-        assert self.rollout is not None
         if isinstance(self.trainer, str):
+            assert self.rollout is not None
             return join_trace(self.rollout, self.trainer, renamed=self.renamed)
         return score_rollouts(
-            self.rollout, self.trainer, replay=self.replay, every_version=self.every_version
+            self.sampled, self.trainer, replay=self.replay, every_version=self.every_version
         )
 
     def native(self) -> TokenPairs:
         """Return the same rollouts, scored with the trainer's own routing."""
         from rollproof.gap.scored_rollouts import score_rollouts
 
+        return score_rollouts(self.sampled, self.trainer)
+
+    @property
+    def sampled(self) -> Iterable[Rollout] | Path:
+        """The rollouts that a trainer scores: those of the dump, or the trace."""
+        if self.dump is not None:
+            return self.dump.rollouts
         assert self.rollout is not None
-        return score_rollouts(self.rollout, self.trainer)
+        return self.rollout
 
     @property
     def notes(self) -> Sequence[str]:
@@ -387,8 +426,8 @@ class GapInputs:
         """Raise ``UsageError`` unless the trainer is a model with modules."""
         if not hasattr(self.trainer, "model"):
             raise UsageError(
-                f"{flag} needs a trainer that is a model with modules: --rollout TRACE --trainer"
-                " hf:PATH."
+                f"{flag} needs a trainer that is a model with modules: --trainer hf:PATH, with"
+                " --rollout TRACE or the dump of a framework."
             )
 
 
@@ -434,11 +473,10 @@ def _localise(inputs: GapInputs, spec: str) -> Localisation:
     from rollproof.gap.hf_trainer import HfTrainer
     from rollproof.gap.localise.forwards import hf_forward
     from rollproof.gap.localise.localise import localise
-    from rollproof.gap.rollout_samples import read_samples
+    from rollproof.gap.rollout_samples import samples_with_tokens
     from rollproof.replay.hf.inputs import Layout, lay_out
 
-    assert inputs.rollout is not None
-    samples = list(read_samples(inputs.rollout).values())
+    samples = list(samples_with_tokens(inputs.sampled).values())
     version = (samples[0].versions or [None])[0]
     same = [sample.rollout for sample in samples if (sample.versions or [None])[0] == version]
     # Few tokens are enough, and one batch of one version: every module's output is held in memory

@@ -33,7 +33,7 @@ from rollproof.gap.rollout_samples import (
 from rollproof.gap.token_pairs import TokenPairs
 from rollproof.store import open_trace
 
-__all__ = ["GapTrainer", "Scored", "join_trace", "score_rollouts"]
+__all__ = ["GapTrainer", "Scored", "join_scores", "join_trace", "score_rollouts"]
 
 _SCORES = "score:"
 _PROVENANCES = tuple(str(provenance) for provenance in Provenance)
@@ -107,6 +107,21 @@ def join_trace(
     else:
         scores = _event_columns(samples, scorer)
     return TokenPairs.of(**columns, **scores)
+
+
+def join_scores(rollouts: Iterable[Rollout], logprobs: Mapping[str, FloatArray]) -> TokenPairs:
+    """Return pairs of rollouts and the trainer's logprobs ``(response,)`` of each, by request id.
+
+    Raises ``GapError`` if rollouts and scores do not match.
+    """
+    samples = samples_with_tokens(rollouts)
+    _require_lengths(
+        {name: (len(logprobs[name]), sample.n_tokens) for name, sample in samples.items()},
+        "the trainer's logprobs",
+    )
+    columns = _rollout_columns(samples)
+    columns["trainer_logprob"] = np.concatenate([logprobs[name] for name in samples])
+    return TokenPairs.of(**columns)
 
 
 def score_rollouts(

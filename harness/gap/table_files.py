@@ -1,4 +1,4 @@
-"""Loading a table out of a Parquet or Arrow file that anybody may have written.
+"""Loading a table out of a file that anybody may have written.
 
 Nothing of the file is used before it was validated: an offset or a size that points outside of its
 buffer would end the process, not raise. A small file that claims to hold gigabytes is refused.
@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.errors import GapError
+from rollproof.gap.plain_tables import CSV, JSONL, ZIP, load_plain_table, stored_size
 
 __all__ = ["load_table"]
 
-_PARQUET, _ARROW, _STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
+_PARQUET, _ARROW, _STREAM = "Parquet", "Arrow", "Arrow stream"
+_MARKS = {b"PAR1": _PARQUET, b"ARRO": _ARROW, b"\xff\xff\xff\xff": _STREAM, b"PK\x03\x04": ZIP}
+_SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".csv": CSV}
 _ALWAYS = 1 << 28
 """Bytes that any file may expand to."""
 _EXPANSION = 1000
@@ -31,18 +34,22 @@ def load_table(path: Path, choose: Callable[[Any], list[str]]) -> Any:
         choose: Returns the names of the columns to load, given the file's ``pyarrow.Schema``.
 
     Raises:
-        GapError: The file is neither Parquet nor Arrow, is damaged, was cut short, or expands to
-            more than a file of its size can hold. What ``choose`` raises.
+        GapError: The file is of no known kind, is damaged, was cut short, or expands to more than
+            a file of its size can hold. What ``choose`` raises.
     """
     import pyarrow as pa
 
-    mark = _mark(path)
+    kind = _kind(path)
     try:
-        table = _parquet(path, choose) if mark == _PARQUET else _arrow(path, choose, mark)
+        if kind in (JSONL, CSV, ZIP):
+            table = _plain(path, choose, kind)
+        elif kind == _PARQUET:
+            table = _parquet(path, choose)
+        else:
+            table = _arrow(path, choose, kind)
     except GapError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        kind = "Parquet" if mark == _PARQUET else "Arrow"
         raise GapError(
             f"{path} begins as {kind} does and cannot be read to its end: it is damaged, or was cut"
             " short. Write it again."
@@ -67,14 +74,21 @@ def _parquet(path: Path, choose: Callable[[Any], list[str]]) -> Any:
         return table
 
 
-def _arrow(path: Path, choose: Callable[[Any], list[str]], mark: bytes) -> Any:
+def _plain(path: Path, choose: Callable[[Any], list[str]], kind: str) -> Any:
+    if kind == ZIP:
+        _bound(path, stored_size(path))
+    table = load_plain_table(path, kind)
+    return table.select(choose(table.schema))
+
+
+def _arrow(path: Path, choose: Callable[[Any], list[str]], kind: str) -> Any:
     import pyarrow as pa
 
     # Mapped instead of read: the columns may be larger than memory. The buffer has an end, so that
     # a column which a damaged file places behind it is an error and no SIGBUS.
     with pa.memory_map(str(path)) as mapped:
         source = pa.BufferReader(mapped.read_buffer())
-        if mark == _ARROW:
+        if kind == _ARROW:
             file = pa.ipc.open_file(source)
             batches = (file.get_batch(i) for i in range(file.num_record_batches))
             return _joined(path, file.schema, choose(file.schema), batches)
@@ -132,8 +146,8 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _mark(path: Path) -> bytes:
-    """Return the first bytes of the file. Raises ``GapError`` if it is not Parquet or Arrow."""
+def _kind(path: Path) -> str:
+    """Return what kind of file it is, by its first bytes or, of a text, by its suffix."""
     if path.is_dir():
         raise GapError(f"{path} is a folder: name the file in it.")
     if not path.exists():
@@ -154,10 +168,11 @@ def _mark(path: Path) -> bytes:
         ) from error
     except OSError as error:
         raise GapError(f"{path} cannot be opened: {error.strerror}.") from error
-    if mark not in (_PARQUET, _ARROW, _STREAM):
+    kind = _MARKS.get(mark) or _SUFFIXES.get(path.suffix.lower())
+    if not mark or kind is None:
         problem = "is empty" if not mark else "is neither Parquet nor Arrow"
         raise GapError(
-            f"{path} {problem}: records are written by pyarrow.parquet.write_table (docs/gap.md); a"
-            " trace goes with --rollout."
+            f"{path} {problem}, nor a file named .jsonl or .csv, nor one of numpy.savez or"
+            " torch.save (docs/gap.md); a trace goes with --rollout."
         )
-    return mark
+    return kind
