@@ -379,6 +379,8 @@ def _limit_lines(
     yield style, row.rstrip()
     if verdict is GapVerdict.INCONCLUSIVE:
         yield style, f"{_INDENT}{_undecided_reason(interval, limit, tokens)}"
+    elif limit.looks_odd(interval):
+        yield Style.DOUBT, f"{_INDENT}deserves a look: healthy runs stay within {limit.warn:.3g}"
     source = textwrap.shorten(limit.source, _WIDTH - len(_INDENT), placeholder=" ...")
     yield Style.FAINT, f"{_INDENT}{source}"
 

@@ -85,6 +85,15 @@ class Limit:
             return GapVerdict.FAIL
         return GapVerdict.PASS if high <= bound else GapVerdict.INCONCLUSIVE
 
+    def looks_odd(self, interval: Interval) -> bool:
+        """Whether a value within the limit is beyond ``warn``: no healthy run that we know of."""
+        if self.judge(interval) is not GapVerdict.PASS:
+            return False
+        if self.side is Side.BELOW:
+            return interval.value < self.warn
+        size = abs(interval.value) if self.side is Side.BOTH else interval.value
+        return size > self.warn
+
     def _badness(self, interval: Interval) -> tuple[float, float]:
         """The ends of the interval, turned so that larger is worse."""
         if self.side is Side.ABOVE:

@@ -147,11 +147,13 @@ def measure_pairs(
         raise UsageError(f"subject={subject!r} must be text: it is the title of the report.")
     panel = measure_panel(pairs, resamples=resamples, seed=seed)
     temperatures = _temperatures(pairs)
-    verdicts = {
-        name: _verdict(name, limits, panel, temperatures)
-        for name in limits.limits
-        if name in panel.metrics
-    }
+    verdicts = _worst_first(
+        {
+            name: _verdict(name, limits, panel, temperatures)
+            for name in limits.limits
+            if name in panel.metrics
+        }
+    )
     buckets = bucket_pairs(pairs, seed=seed)
     sampled = sample_sequences(pairs)
     arrivals = measure_arrivals(sampled, label_parts(sampled))
@@ -168,6 +170,12 @@ def measure_pairs(
         decomposition=decompose(pairs, resamples=resamples, seed=seed),
         arrivals=arrivals,
     )
+
+
+def _worst_first(verdicts: Mapping[str, GapVerdict]) -> dict[str, GapVerdict]:
+    """Return verdicts in the order of a report: what failed, then what is undecided."""
+    order = (GapVerdict.FAIL, GapVerdict.INCONCLUSIVE, GapVerdict.PASS)
+    return dict(sorted(verdicts.items(), key=lambda item: order.index(item[1])))
 
 
 def _check_sampling(resamples: Any, seed: Any) -> None:

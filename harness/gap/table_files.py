@@ -51,8 +51,8 @@ def load_table(path: Path, choose: Callable[[Any], list[str]]) -> Any:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise GapError(
-            f"{path} begins as {kind} does and cannot be read to its end: it is damaged, or was cut"
-            " short. Write it again."
+            f"{path} begins as {kind.split()[0]} does and cannot be read to its end: it is damaged,"
+            " or was cut short. Write it again."
         ) from error
     _validate(table, path)
     return table
@@ -172,7 +172,7 @@ def _kind(path: Path) -> str:
     if not mark or kind is None:
         problem = "is empty" if not mark else "is neither Parquet nor Arrow"
         raise GapError(
-            f"{path} {problem}, nor a file named .jsonl or .csv, nor one of numpy.savez or"
-            " torch.save (docs/gap.md); a trace goes with --rollout."
+            f"{path} {problem}: records are written by pyarrow.parquet.write_table, numpy.savez or"
+            " torch.save, or are a .jsonl or .csv file (docs/gap.md); a trace goes with --rollout."
         )
     return kind

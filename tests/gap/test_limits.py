@@ -289,3 +289,23 @@ def test_a_profile_s_temperature_is_a_number(tmp_path: Path, value: str, words: 
     assert (None, 1.0) == tuple(
         limits_named(name, override=file).temperature for name in ("x", "moe-bf16")
     )
+
+
+@pytest.mark.parametrize(
+    ("side", "warn", "fail", "value", "odd"),
+    [
+        (Side.ABOVE, 0.02, 0.05, 0.03, True),
+        (Side.ABOVE, 0.02, 0.05, 0.02, False),
+        (Side.ABOVE, 0.02, 0.05, 0.06, False),
+        (Side.BELOW, 0.99, 0.98, 0.985, True),
+        (Side.BELOW, 0.99, 0.98, 0.99, False),
+        (Side.BOTH, 0.001, 0.003, -0.002, True),
+        (Side.BOTH, 0.001, 0.003, -0.001, False),
+    ],
+)
+def test_a_value_that_passes_beyond_healthy_runs_deserves_a_look(
+    side: Side, warn: float, fail: float, value: float, odd: bool
+) -> None:
+    """Between what healthy runs show and the limit; what fails is no mere look."""
+    limit = Limit(metric="m", target=0.0, warn=warn, fail=fail, source="test", side=side)
+    assert odd is limit.looks_odd(Interval(value=value, low=value, high=value))
