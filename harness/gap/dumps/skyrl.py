@@ -62,7 +62,7 @@ def is_one(path: Path) -> bool:
 def read(path: Path) -> Dump:
     """Return the samples of a batch. Raises ``GapError``."""
     batch = load(path, _stand_in)
-    state = batch.state if isinstance(batch, _Batch) else None
+    state: Any = batch.state if isinstance(batch, _Batch) else None
     stored = state.get("batch_dict") if isinstance(state, dict) else None
     if not isinstance(stored, dict):
         raise GapError(

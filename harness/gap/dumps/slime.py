@@ -156,7 +156,7 @@ def _optional(
 
 
 def _numbers(sample: Mapping[str, Any], column: str, file: Path, name: str) -> FloatArray:
-    value = sample.get(column)
+    value: Any = sample.get(column)
     try:
         # numpy has no bfloat16
         plain = value.double().numpy() if hasattr(value, "double") else value
