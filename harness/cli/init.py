@@ -16,6 +16,7 @@ from rollproof.core.error_text import describe_error
 from rollproof.errors import UsageError
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import Style
+from rollproof.starters.http_clients import HTTP_ENGINES, http_file
 from rollproof.starters.plain_files import PLAIN_FILES
 from rollproof.starters.rollouts import rollouts_file
 
@@ -26,6 +27,8 @@ class What(StrEnum):
     """What is to be judged."""
 
     ROLLOUTS = "rollouts"
+    HTTP = "http"
+    TRAINER = "trainer"
     BATCHES = "batches"
     LAYOUTS = "layouts"
     GAP = "gap"
@@ -33,6 +36,8 @@ class What(StrEnum):
 
 _ABOUT = {
     What.ROLLOUTS: "a client or loop that makes samples with an engine",
+    What.HTTP: "a client that calls SGLang or vLLM over HTTP",
+    What.TRAINER: "a trainer with routing replay",
     What.BATCHES: "the collation of samples into training batches",
     What.LAYOUTS: "functions that bring routed experts to the ranks of a trainer",
     What.GAP: "logprobs of rollout and trainer, side by side",
@@ -87,8 +92,7 @@ def init(
     output = Output()
     asks = sys.stdin.isatty() and sys.stdout.isatty() and what is None
     what = _ask_what() if asks else what or What.ROLLOUTS
-    if what is not What.ROLLOUTS and (like is not None or engine is not None or routes is not None):
-        raise UsageError(f"--like, --engine and --routes are options of rollouts, not of {what}.")
+    _refuse_options(what, like=like, engine=engine, routes=routes)
     if asks and like is None and what is What.ROLLOUTS:
         like = _ask_like()
     file = to or _folder() / f"test_{what}.py"
@@ -99,6 +103,8 @@ def init(
     preset = preset_named(like or "verl") if what is What.ROLLOUTS else None
     if preset is not None:
         text = rollouts_file(preset.name, path=_shown(file), engine=engine, routes=routes)
+    elif what is What.HTTP:
+        text = http_file(engine or HTTP_ENGINES[0], path=_shown(file))
     else:
         text = PLAIN_FILES[what].format(file=_shown(file))
     _write(file, text)
@@ -109,6 +115,22 @@ def init(
         f"  next       pytest {_shown(file)}, which passes: put your own code in at the marks"
     )
     return output.ended(ExitCode.PASS)
+
+
+def _refuse_options(
+    what: What, *, like: str | None, engine: str | None, routes: bool | None
+) -> None:
+    """Raise ``UsageError`` for an option that a file of this kind does not have."""
+    given = {"--like": like, "--engine": engine, "--routes": routes}
+    taken = {What.ROLLOUTS: tuple(given), What.HTTP: ("--engine",)}.get(what, ())
+    refused = [name for name, value in given.items() if value is not None and name not in taken]
+    if refused:
+        raise UsageError(
+            f"init {what} has no {' and no '.join(refused)}: --like, --engine and --routes are"
+            " options of rollouts, and --engine is one of http."
+        )
+    if what is What.HTTP and engine is not None and engine not in HTTP_ENGINES:
+        raise UsageError(f"--engine {engine}: init http has {' and '.join(HTTP_ENGINES)}.")
 
 
 def _ask_what() -> What:

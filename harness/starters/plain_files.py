@@ -1,4 +1,4 @@
-"""Test files that need no choices: for batches, layout functions, and the gap."""
+"""Test files that need no choices: for batches, trainers, layout functions, and the gap."""
 
 from __future__ import annotations
 
@@ -97,6 +97,57 @@ class TestOurBatches(rollproof.BatchConformance):
     subject = OurBatches
 '''
 
+_TRAINER = '''\
+"""Does our trainer execute the experts that the rollout engine recorded (routing replay)?
+rollproof has it run steps, and looks at what each router chose.
+
+Run it with `pytest {file}`. It passes as it is, because a numpy trainer stands in: put your
+own in its place, at the marks (1) to (4). docs/replay-hf.md has a complete one.
+"""
+
+import rollproof
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.replay.contract import trainer_contract
+
+
+class OurTrainer:
+    """Joins our trainer and rollproof; each episode of steps begins with a new one."""
+
+    # (1) The sizes of a small model, and how you replay: routes of the rollout (R3) or of your
+    # own old-logprob pass (R2), what rows without a route do, and how you checkpoint.
+    # `help(rollproof.replay.terms.ReplayTerms)` says what else may be declared.
+    contract = trainer_contract(
+        num_layers=3,
+        moe_layers=(0, 1, 2),
+        num_experts=8,
+        top_k=2,
+        vocab=96,
+        mode="R3",
+        free_rows="native",
+        recompute=("none", "full"),
+    )
+
+    def __init__(self):
+        # (2) Build your trainer with that model.
+        self.trainer = ReplayTrainer()
+
+    def run(self, step, spy):
+        # (3) Run `step.microbatches` forward, and backward if `step.backward`; replay their
+        # routes if `step.action` is `replay`. A hook on each router reports what it chose:
+        # `spy.routed(layer, experts, tokens=...)`, inside `with spy.recomputing():` while the
+        # backward pass computes it again. Return a `rollproof.replay.events.Outcome`.
+        return self.trainer.run(step, spy)
+
+    def set_weights(self, number):
+        # (4) Load the weights numbered 0 (the first ones), 1, 2, ... (other ones), or -1
+        # (NaN in the first gate).
+        self.trainer.set_weights(number)
+
+
+class TestOurTrainer(rollproof.ReplayConformance):
+    subject = OurTrainer
+'''
+
 _LAYOUTS = '''\
 """Do our functions bring every token's routes to the rank and place where its router is?
 rollproof calls them for meshes and sizes of its own, with cells that say where they belong.
@@ -173,6 +224,6 @@ def test_the_trainer_scores_what_the_engine_sampled(rollproof_gap):
 '''
 
 PLAIN_FILES: Mapping[str, str] = MappingProxyType(
-    {"batches": _BATCHES, "layouts": _LAYOUTS, "gap": _GAP}
+    {"batches": _BATCHES, "trainer": _TRAINER, "layouts": _LAYOUTS, "gap": _GAP}
 )
 """Sources by style, with a place for the name of the file."""

@@ -8,7 +8,13 @@ from rollproof.cli.app import run
 from rollproof.judging.report import ExitCode
 from rollproof.starters.plain_files import PLAIN_FILES
 
-ARGUMENTS = [["rollouts"], ["rollouts", "--like", "trl"], *([what] for what in PLAIN_FILES)]
+ARGUMENTS = [
+    ["rollouts"],
+    ["rollouts", "--like", "trl"],
+    ["http"],
+    ["http", "--engine", "vllm"],
+    *([what] for what in PLAIN_FILES),
+]
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=" ".join)
@@ -23,18 +29,40 @@ def test_what_init_writes_passes_at_once(
     assert result.parseoutcomes()["passed"] > 0
 
 
+REVERSED = (
+    "type('Reversed', (ReplayTrainer,), {'payload': lambda self, sample: sample.routes[::-1]})"
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "right", "wrong", "selected", "check"),
+    [
+        ("rollouts", "routes=sample.routes,", "routes=sample.routes[:-1],", "routes.rows", ""),
+        ("http", "tokens += new", "tokens = new", "", "stitch.tokens"),
+        ("http", 'reason == "abort"', "not tokens", "", "lifecycle.aborts-do-not-surface"),
+        ("trainer", "= ReplayTrainer()", f"= {REVERSED}()", "replay.forward", ""),
+    ],
+)
 def test_a_fault_in_the_users_code_turns_a_written_file_red(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    right: str,
+    wrong: str,
+    selected: str,
+    check: str,
 ) -> None:
-    """What a written file tests is the code at its marks: routes without their last row fail."""
+    """What a written file tests is the code at its marks: routes without their last row fail, and
+    so do tokens that a resume loses, aborts that are taken for an end, and replay of other rows.
+    """
     monkeypatch.chdir(pytester.path)
-    assert ExitCode.PASS == run(["init"])
-    file = Path("test_rollouts.py")
+    assert ExitCode.PASS == run(["init", what])
+    file = Path(f"test_{what}.py")
     text = file.read_text(encoding="utf-8")
-    wrong = text.replace("routes=sample.routes,", "routes=sample.routes[:-1],")
-    assert wrong != text
-    file.write_text(wrong, encoding="utf-8")
-    result = pytester.runpytest_subprocess("-q", "-k", "routes.rows")
+    assert right in text
+    file.write_text(text.replace(right, wrong), encoding="utf-8")
+    result = pytester.runpytest_subprocess("-q", "-k", selected)
+    assert f"FAIL  {check}" in str(result.stdout) or not check
     assert {"failed": 1} == {
         name: count for name, count in result.parseoutcomes().items() if name == "failed"
     }
@@ -56,6 +84,8 @@ def test_init_writes_where_tests_are_and_never_over_a_file(
     assert written == file.read_text(encoding="utf-8")
     for arguments, words in (
         (["init", "batches", "--like", "verl"], "options of rollouts"),
+        (["init", "http", "--like", "verl"], "init http has no --like"),
+        (["init", "http", "--engine", "trtllm"], "init http has sglang and vllm"),
         (["init", "--like", "nothing", "--to", "a.py"], "No preset is named"),
         (["init", "--to", "no/such/folder.py"], "cannot be written"),
         (["init", "--to", "my test.py"], "must name a Python file"),
