@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rollproof.http_clients import httpx_transport, rollout
+from rollproof.http_clients import httpx_hooks, rollout
 
-client = httpx.Client(transport=httpx_transport())
+client = httpx.Client(event_hooks=httpx_hooks())
 
 
 def call(body: dict[str, Any]) -> dict[str, Any]:

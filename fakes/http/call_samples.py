@@ -47,7 +47,7 @@ _MAX_ABORTED = 4096
 _NO_CALL = (
     "No call of this rollout has reached the server, so nothing says what an engine sampled for it."
     " Its calls must go to the address of the server (the variable ROLLPROOF_URL), through a"
-    " transport of rollproof.http_clients, and in the task of the rollout or one that it starts. If"
+    " hook of rollproof.http_clients, and in the task of the rollout or one that it starts. If"
     " a worker of another rollout makes them, name the request: rollout(to_request=...)."
 )
 _NO_REQUEST = (

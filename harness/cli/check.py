@@ -33,7 +33,7 @@ _SAMPLE_DATA = ("Submit", "Result", "samples")
 """Words in the ``needs`` of checks that judge requests and samples."""
 _NEXT = (
     "  next: have your client report its samples: put `@rollout` of rollproof.http_clients on the"
-    " function that makes one, and a transport of that module into its HTTP client (docs/http.md)."
+    " function that makes one, and a hook of that module into its HTTP client (docs/http.md)."
     " The server needs what they promise: `rollproof serve --contract FILE` or `--like STACK`. A"
     " stack in Python needs no server: rollproof.record(...) or @rollproof.conformance."
 )

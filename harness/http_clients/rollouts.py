@@ -60,7 +60,7 @@ _INSIDE: ContextVar[bool] = ContextVar("rollproof_http_internal", default=False)
 
 def headers(url: str) -> Mapping[str, str]:
     """Return the headers to add to a call of ``url``: none outside of a rollout, and none if it is
-    no fake server. For clients that no transport of this package fits.
+    no fake server. For clients that no hook of this package fits.
     """
     running = _CURRENT.get()
     address = address_of(url)
@@ -312,7 +312,9 @@ def _uncalled(running: _Running) -> str:
     )
     return (
         f"A rollout returned a sample, and made no call to the fake servers ({servers})."
-        f"{went} Give your client the address in {URL}, and a transport of rollproof.http_clients."
+        f"{went} Give your client the address in {URL}, and a hook of rollproof.http_clients. A"
+        " thread of an executor does not know its rollout: use asyncio.to_thread, or"
+        " contextvars.copy_context."
     )
 
 

@@ -191,7 +191,7 @@ class ServedFleet:
             return (
                 f"{what} reached the fake server, and no sample was reported: decorate the function"
                 " that makes one with rollproof.http_clients.rollout, and give its client a"
-                " transport of rollproof.http_clients."
+                " hook of rollproof.http_clients."
                 if not opened
                 else f"{what} reached the fake server, and no rollout delivered a sample: each was"
                 " dropped, ended with an error, or did not end."

@@ -67,9 +67,9 @@ PLAN = {{
 
 
 def post(url, body):
-    # (2) Your HTTP client, with a transport of rollproof.http_clients in the place of
+    # (2) Your HTTP client, with a hook of rollproof.http_clients in the place of
     # `headers(url)`: it says in which rollout a call is made. For instance
-    #   httpx.Client(transport=httpx_transport())
+    #   httpx.Client(event_hooks=httpx_hooks())
     #   openai.OpenAI(http_client=openai_http_client())
     #   session.mount("http://", requests_adapter())
     #   aiohttp.ClientSession(trace_configs=[aiohttp_trace()])

@@ -15,9 +15,9 @@ from rollproof.cli.app import run
 
 CLIENT = """
 import os, sys, httpx
-from rollproof.http_clients import httpx_transport, rollout
+from rollproof.http_clients import httpx_hooks, rollout
 
-client = httpx.Client(base_url=os.environ["ROLLPROOF_URL"], transport=httpx_transport())
+client = httpx.Client(base_url=os.environ["ROLLPROOF_URL"], event_hooks=httpx_hooks())
 
 @rollout
 def generate(prompt):

@@ -17,8 +17,8 @@ import pytest
 from rollproof import Contract
 from rollproof.http_clients import (
     aiohttp_trace,
-    httpx_async_transport,
-    httpx_transport,
+    httpx_async_hooks,
+    httpx_hooks,
     requests_adapter,
     rollout,
 )
@@ -101,7 +101,7 @@ class HttpxClient:
     sample: type[Sample] = Sample
 
     def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, transport=httpx_transport(), timeout=30)
+        self.http = httpx.Client(base_url=url, event_hooks=httpx_hooks(), timeout=30)
 
     def close(self) -> None:
         self.http.close()
@@ -165,7 +165,7 @@ class AsyncHttpxClient:
     """The same with tasks; the calls of a rollout have a task of their own."""
 
     def __init__(self, url: str) -> None:
-        self.http = httpx.AsyncClient(base_url=url, transport=httpx_async_transport(), timeout=30)
+        self.http = httpx.AsyncClient(base_url=url, event_hooks=httpx_async_hooks(), timeout=30)
 
     async def post(self, body: Any) -> Any:
         return (await self.http.post("/generate", json=body)).json()

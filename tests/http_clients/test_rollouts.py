@@ -19,8 +19,7 @@ from rollproof.fakes.http.report_headers import ROLLOUT_HEADER
 from rollproof.http_clients import (
     aiohttp_trace,
     headers,
-    httpx_async_transport,
-    httpx_transport,
+    httpx_hooks,
     internal,
     openai_async_http_client,
     openai_http_client,
@@ -44,8 +43,8 @@ def fleet_of(contract: Contract = CONTRACT, **options: Any) -> ServedFleet:
 
 
 def call(url: str, prompt: list[int], tokens: int = 4) -> list[int]:
-    """One call through the transport; the tokens of its reply."""
-    with httpx.Client(transport=httpx_transport()) as client:
+    """One call of a client with the hook; the tokens of its reply."""
+    with httpx.Client(event_hooks=httpx_hooks()) as client:
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": tokens}}
         sampled: list[int] = client.post(f"{url}/generate", json=body).json()["output_ids"]
     return sampled
@@ -83,7 +82,9 @@ def test_without_a_fake_server_a_function_runs_as_it_is(monkeypatch: pytest.Monk
 
     @rollout
     def generate() -> str:
-        with httpx.Client(transport=httpx_transport(httpx.MockTransport(answer))) as client:
+        with httpx.Client(
+            transport=httpx.MockTransport(answer), event_hooks=httpx_hooks()
+        ) as client:
             client.get("https://example.org/v1")
         return "no sample"
 
@@ -298,7 +299,7 @@ def test_a_sample_without_a_call_is_refused() -> None:
             generate()
 
 
-def test_calls_of_a_client_without_a_transport_make_no_sample() -> None:
+def test_calls_of_a_client_without_a_hook_make_no_sample() -> None:
     """They reach the server, and nothing says whose they are."""
     with pytest.raises(UsageError, match="made no call to the fake servers"), fleet_of() as fleet:
 
@@ -336,8 +337,6 @@ def test_functions_that_return_later_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "package"),
     [
-        (httpx_transport, "httpx"),
-        (httpx_async_transport, "httpx"),
         (openai_http_client, "openai"),
         (openai_async_http_client, "openai"),
         (requests_adapter, "requests"),
@@ -347,14 +346,14 @@ def test_functions_that_return_later_are_refused() -> None:
 def test_a_package_that_is_missing_is_named(
     make: Callable[[], object], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what to install; no other transport needs it."""
+    """With what to install; no other hook needs it."""
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ExtraError, match=f"pip install {package}"):
         make()
 
 
-def test_importing_the_transports_loads_no_client() -> None:
-    """Each is loaded when its transport is made."""
+def test_importing_the_hooks_loads_no_client() -> None:
+    """Each is loaded when its hook is made."""
     import subprocess
 
     program = (

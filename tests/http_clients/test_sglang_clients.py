@@ -1,4 +1,4 @@
-"""Clients that report their samples by a drop-in transport and nothing else, on real loopback."""
+"""Clients that report their samples by a drop-in hook and nothing else, on real loopback."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_correct_rollouts_of_threads_pass() -> None:
 def test_a_known_bug_is_detected(
     client: type[HttpxClient], plan: dict[str, Any], detected_by: str
 ) -> None:
-    """By the check that detects it in virtual time, with nothing but the transport."""
+    """By the check that detects it in virtual time, with nothing but the hook."""
     with pytest.raises(ConformanceError, match=f"FAIL  {detected_by}"):
         with ServedFleet("sglang", CONTRACT, plan=plan) as fleet:
             with closing(client(fleet.url)) as served:

@@ -14,7 +14,7 @@ import os
 import httpx
 import pytest
 import rollproof
-from rollproof.http_clients import httpx_transport, rollout
+from rollproof.http_clients import httpx_hooks, rollout
 
 CONTRACT = rollproof.Contract(
     rows="none", resume="client", versions="none", logprobs="none", abort_surfaces=False,
@@ -23,7 +23,7 @@ CONTRACT = rollproof.Contract(
 
 @rollout
 def generate(url, prompt, lost=0):
-    with httpx.Client(base_url=url, transport=httpx_transport()) as client:
+    with httpx.Client(base_url=url, event_hooks=httpx_hooks()) as client:
         tokens = []
         reason = "abort"
         while reason == "abort":
@@ -145,7 +145,7 @@ def test_both(rollproof_sglang, rollproof_vllm):
 
     @rollout
     def complete():
-        with httpx.Client(base_url=second.url, transport=httpx_transport()) as client:
+        with httpx.Client(base_url=second.url, event_hooks=httpx_hooks()) as client:
             (choice,) = client.post("/inference/v1/generate", json={
                 "token_ids": [1, 2], "sampling_params": {"max_tokens": 3},
             }).json()["choices"]

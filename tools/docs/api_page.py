@@ -50,7 +50,7 @@ PUBLIC_MODULES: Mapping[str, str] = {
     "rollproof.fakes.engine.engine_subject": "the fake engine as an `EngineSubject`",
     "rollproof.fakes.http.serving": "fake HTTP servers within a program",
     "rollproof.fakes.http.trace_client": "reports requests and samples to a fake HTTP server",
-    "rollproof.http_clients": "transports of HTTP clients whose samples are judged",
+    "rollproof.http_clients": "hooks of HTTP clients whose samples are judged",
     "rollproof.recording.served_fleet": "fake HTTP servers for a test, as the fixtures start them",
     "rollproof.fakes.coded.policy": "the fake policy: every token, logprob and expert",
     "rollproof.fakes.tiny_models": "tiny random checkpoints",

@@ -129,7 +129,7 @@ The exit code is 2: nothing failed, and one request leaves much unknown; take 1 
        where     request r1, segment 1, position 5
 ```
 
-Two lines of the client are there for rollproof, the transport and the decorator:
+Two lines of the client are there for rollproof, the hook and the decorator:
 
 ```python
 {client[begin : client.index("def call")].strip()}
@@ -155,33 +155,33 @@ in production, nothing is added to any call, and the function runs as it is. In 
 ```toml
 {(EXAMPLE / "served_plan.toml").read_text(encoding="utf-8")}```
 
-The fixtures also take `servers=2` (with a router), `options={{"seed": 3}}`, `save="trace.json"` and `only=["routes"]`, and have `fleet.url`,
-`fleet.urls` and `fleet.update_weights("step-1")`."""
+The fixtures also take `servers=2` (with a router), `options={{"seed": 3}}`, `save="trace.json"` and `only=["routes"]`. They return the fleet:
+`fleet.url` is the address, and `fleet.update_weights("step-1")` does what a trainer does."""
 
 
 def _known() -> Iterator[str]:
     yield """
-## What a transport knows, and what it does not
+## What a hook knows, and what it does not
 
 | your client | what to add |
 |---|---|
-| httpx | `httpx.Client(transport=httpx_transport())`, `httpx.AsyncClient(transport=httpx_async_transport())` |
+| httpx | `httpx.Client(event_hooks=httpx_hooks())`, `httpx.AsyncClient(event_hooks=httpx_async_hooks())` |
 | openai | `OpenAI(http_client=openai_http_client())`, `AsyncOpenAI(http_client=openai_async_http_client())` |
 | requests | `session.mount("http://", requests_adapter())` |
 | aiohttp | `aiohttp.ClientSession(trace_configs=[aiohttp_trace()])` |
 | another | send `headers(url)` with each call |
 
-All are in `rollproof.http_clients`. A transport names the rollout in a header of each call, so that retries, hedges and rollouts of one
+All are in `rollproof.http_clients`. A hook names the rollout in a header of each call, so that retries, hedges and rollouts of one
 prompt are kept apart. It sees what came over the wire, and not what your code makes of it, so it reports no sample:
 
 - **The sample is what the decorated function returns**: a `rollproof.Rollout`, or a dictionary with its fields. Another form is read by
   `@rollout(to_record=lambda sample: {"prompt_ids": ..., "response_ids": ...})`. `None` is a sample that was dropped, and an exception is
   the end of the request. Without the decorator no sample is judged, and that is unknown, never passed.
-- **The request is what its first call sends**: that is its prompt. Its budget is not known, since a first call may ask for a part of it:
-  `@rollout(to_request=lambda prompt_ids, max_tokens: rollproof.Request(request_id=..., prompt_ids=..., max_tokens=max_tokens))` says it, and
-  is needed where the environment answers (`Request.turns`).
-- **A call belongs to the rollout in whose context it is made**, also in tasks and in `asyncio.to_thread`; a thread of an executor has
-  none, and the tokens decide. A call that does not begin with the prompt leaves its request unknown. Make calls for another purpose
+- **The prompt is what the first call sends.** The budget is not known, since a first call may ask for a part of it. `@rollout(to_request=...)`
+  takes a function that returns the `rollproof.Request` of a call's arguments: then budgets are judged, too. It is needed if the environment
+  answers (`Request.turns`).
+- **A call belongs to the rollout in whose context it is made**, also in the tasks that a rollout starts, and in `asyncio.to_thread`. A thread
+  of an executor has no context. A call that does not begin with the prompt leaves its request unknown: make calls for another purpose
   (a judge, a warm-up) inside `with internal():`.
 - A client in another language posts its requests and samples itself ([entry points](entry-points.md#a-fake-engine-behind-http))."""
 
