@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -218,6 +218,7 @@ class CallAttribution(Schedule):
 
     Attributes:
         servers: the engines, by their ids in the trace.
+        update: brings the next weights to all of them.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class CallAttribution(Schedule):
     ) -> None:
         super().__init__(actions, samples.owner, self._perform)
         self.servers: dict[str, FakeEngine] = {}
+        self.update: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._fleet = _ServedFleet(self, recorder, options)
         self._running: set[asyncio.Task[None]] = set()
 
@@ -255,6 +257,14 @@ class _ServedFleet:
     ) -> None:
         self.recorder, self.schedule, self.case = recorder, schedule, options
         self.servers = schedule.servers
+
+    def train(self) -> None:
+        """Make new weights: here they are made when they are loaded."""
+
+    async def update(self, published: Callable[[], None]) -> None:
+        published()
+        if self.schedule.update is not None:
+            await self.schedule.update()
 
     async def revive(self, server_id: str) -> None:
         self.servers[server_id].revive()

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from rollproof.core.contract import KvPolicy
-from rollproof.core.engine_contract import StreamMode
+from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.core.events.rollout import Fault, Weights
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.trace import Header, Recorder, TraceSink
@@ -134,6 +134,8 @@ class EngineBackend:
                 max_length=options.max_length,
             )
             self.attribution.servers[server_id] = self.engine
+            if first is None:
+                self.attribution.update = self.update_weights
             self.recorder.record(
                 Weights(server_id=server_id, version=0, label=options.label, flushed=True)
             )
@@ -309,6 +311,27 @@ class EngineBackend:
             await self.load(name, label, flush=flush)
         except TransferFailed as error:
             raise BadRequest(str(error), 500) from error
+
+    async def update_weights(self, name: str | None = None) -> None:
+        """Bring weights to every server of the trace, as a trainer does that stops the engines:
+        calls are aborted, the cache is dropped, and the name is the new label.
+
+        Args:
+            name: of the weights; ``None`` for new ones, ``step-1``, ``step-2``, ...
+        """
+        assert self.attribution is not None, "an engine of a fleet is updated by its subject"
+        number = len(self._versions) + 1
+        while name is None and f"step-{number}" in self._versions:
+            number += 1
+        label = name or f"step-{number}"
+        version = self.version_of(label)
+        engines = [engine for engine in self.attribution.servers.values() if engine.alive]
+        for engine in engines:
+            await engine.pause(PauseMode.ABORT, clear_cache=True)
+        for engine in engines:
+            await engine.load(version, label, identity=version == engine.version)
+        for engine in engines:
+            await engine.resume()
 
     def relabel(self, label: str) -> None:
         """Publish ``label``; the weights stay."""

@@ -67,9 +67,10 @@ ENGINE_ACTIONS = (
     ActionKind.LATE_REPLY,
     ActionKind.REJECT,
     ActionKind.KILL,
+    ActionKind.SYNC,
 )
-"""Actions that a plan may contain; the others are weight updates, which the clients of a server
-request themselves.
+"""Actions that a plan may contain. Of weight updates it has the usual one, to every server; others
+are requested by the clients of the servers.
 """
 
 
@@ -368,7 +369,7 @@ def _action(number: int, item: Mapping[str, Any]) -> Action:
         note = (
             ""
             if item["do"] not in list(ActionKind)
-            else " A server does no other by itself: weight updates come from its clients."
+            else " A server does no other by itself: clients request other weight updates."
         )
         raise UsageError(f"{title}: {_unknown_kind(item['do'], ENGINE_ACTIONS)}{note}")
     if not isinstance(item["when"], dict):

@@ -16,7 +16,6 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.base import Event
 from rollproof.core.trace import TraceSink
 from rollproof.errors import RollproofError, UsageError
@@ -252,24 +251,15 @@ class ServingThread:
             raise self._error
 
     def update_weights(self, name: str) -> None:
-        """Bring the weights ``name`` to every server, as a trainer does that stops the engines:
-        calls are aborted, the cache is dropped, and ``name`` is the new label.
+        """Bring the weights ``name`` to every server, as ``EngineBackend.update_weights`` does.
 
         Raises:
             UsageError: the servers have ended.
         """
-
-        async def update() -> None:
-            for backend in self._backends:
-                await backend.engine.pause(PauseMode.ABORT, clear_cache=True)
-            for backend in self._backends:
-                await backend.load(name, name, flush=True)
-            for backend in self._backends:
-                await backend.engine.resume()
-
         if self._loop is None or not self._thread.is_alive():
             raise UsageError("The servers have ended: their weights cannot be updated.")
-        asyncio.run_coroutine_threadsafe(update(), self._loop).result()
+        update = self._backends[0].update_weights(name)
+        asyncio.run_coroutine_threadsafe(update, self._loop).result()
 
     def stop(self) -> list[str]:
         """Abort what runs, end the servers, and return what became of the plan.

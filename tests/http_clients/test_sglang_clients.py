@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.core.events.rollout import Call, Submit
+from rollproof.core.events.rollout import Call, Submit, Weights
 from rollproof.errors import ConformanceError
 from rollproof.recording.served_fleet import ServedFleet
 from tests.http_clients.sglang_clients import (
@@ -29,6 +29,12 @@ from tests.http_clients.sglang_clients import (
 PROMPTS = ([5, 6, 7], [8, 9, 10, 11], [8, 9, 10, 11])
 ABORTS = {"actions": [{"do": "abort", "when": {"request": "r2", "tokens": 3}}]}
 BREAKS: dict[str, Any] = {"faults": [{"do": "reset", "path": "/generate", "nth": [2]}]}
+UPDATES = {
+    "actions": [
+        {"do": "sync", "when": {"request": "r1", "tokens": 2}},
+        {"do": "sync", "when": {"request": "r3", "tokens": 3}},
+    ]
+}
 FAULTS: dict[str, Any] = {
     "actions": ABORTS["actions"],
     "faults": [{"do": "status", "path": "/generate", "nth": [1], "after_engine": True}],
@@ -40,6 +46,7 @@ FAULTS: dict[str, Any] = {
     [
         (HttpxClient, ABORTS),
         (HttpxClient, FAULTS),
+        (HttpxClient, UPDATES),
         (StreamingClient, ABORTS),
         (StreamingClient, BREAKS),
         (RequestsClient, ABORTS),
@@ -72,6 +79,23 @@ def test_correct_rollouts_that_run_at_once_pass(client: type[AsyncHttpxClient]) 
     calls = [event for event in fleet.recorded.events if isinstance(event, Call)]
     assert {"r1", "r2", "r3"} == {call.request_id for call in calls}
     assert not any(call.candidates for call in calls)
+
+
+def test_a_plan_updates_the_weights_of_every_server() -> None:
+    """Under labels of their own; a client that resumes has tokens of both weights."""
+    with ServedFleet("sglang", CONTRACT, plan=UPDATES, servers=2) as fleet:
+        fleet.update_weights("step-1")
+        with closing(HttpxClient(fleet.url)) as served:
+            for prompt in PROMPTS:
+                served.generate(prompt, 8)
+    loads = [event for event in fleet.recorded.events if isinstance(event, Weights)]
+    assert ["default", "step-1", "step-2", "step-3"] == [
+        load.label for load in loads if load.server_id == "s0"
+    ]
+    assert [0, 1, 2, 3] == [load.version for load in loads if load.server_id == "s1"]
+    assert 2 == fleet.report.exercised["aborts mid-decode"]
+    assert 5 == fleet.report.exercised["engine calls"]
+    assert 2 == sum("(sync of 'r" in line and "happened" in line for line in fleet.plan_lines)
 
 
 def test_correct_rollouts_of_threads_pass() -> None:

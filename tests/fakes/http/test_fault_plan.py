@@ -83,7 +83,7 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
         ({"faults": [{"do": "truncate", "keep": 1.0}]}, "below 1"),
         ({"faults": [{"do": "reset", "path": "generate"}]}, "must be a path"),
         (
-            {"actions": [{"do": "sync", "when": {"request": "r", "tokens": 1}}]},
+            {"actions": [{"do": "skew", "when": {"request": "r", "tokens": 1}}]},
             "must be one of .*A server does no other by itself",
         ),
         ({"actions": [{"do": "abort"}]}, "Action 1 needs 'when'; its fields are"),
