@@ -115,7 +115,8 @@ def rollout(
     The sample is a ``rollproof.Rollout``, or a mapping with its fields: ``prompt_ids``,
     ``response_ids``, ``finish_reason``, ``logprobs`` and what else the contract promises; its
     ``request_id`` is set for it. ``None`` is a sample that was dropped, an exception the end of the
-    request. Without ``ROLLPROOF_URL`` the function runs as it is.
+    request; a rollout that its caller cancels is not judged. Without ``ROLLPROOF_URL`` the function
+    runs as it is.
 
     Args:
         function: the function; without it the decorator takes the other arguments.
@@ -149,7 +150,7 @@ def rollout(
                 reported.native = wrapped(*args, **kwargs)
             return reported.native
 
-        return call_async if inspect.iscoroutinefunction(wrapped) else call
+        return call_async if _is_async(wrapped) else call
 
     return decorate if function is None else decorate(function)
 
@@ -175,12 +176,16 @@ class _Reported:
 
     @contextmanager
     def around(self) -> Iterator[_Reported]:
-        """Report the request before the block, and its end after it."""
+        """Report the request before the block, and its end after it.
+
+        A cancellation or an interruption is the caller's, and no end that the stack has chosen: the
+        request is left open.
+        """
         self._submit()
         try:
             with self._in_context():
                 yield self
-        except BaseException as error:
+        except Exception as error:
             self._fail(error)
             raise
         self._deliver()
@@ -192,9 +197,8 @@ class _Reported:
         try:
             with self._in_context():
                 yield self
-        except BaseException as error:
-            # not awaited: the task may be cancelled
-            self._fail(error)
+        except Exception as error:
+            await asyncio.to_thread(self._fail, error)
             raise
         await asyncio.to_thread(self._deliver)
 
@@ -225,7 +229,7 @@ class _Reported:
             raise UsageError(_uncalled(self._running))
         self._report("result", wire_of(Result(request_id=sample.request_id, rollout=sample)))
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         text = describe_error_with_place(error)
         try:
             self._end(Result(request_id=self._running.name, error=text))
@@ -263,6 +267,11 @@ class _Reported:
 
 _STAMPS = frozenset({"kind", "index", "time"})
 """Fields of an event that the server writes."""
+
+
+def _is_async(function: Any) -> bool:
+    method = getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def _check_function(function: Any) -> None:

@@ -148,7 +148,7 @@ def test_the_openai_client_is_judged() -> None:
                 await asyncio.gather(generate([5, 6, 7]), generate([5, 6, 7]))
 
         asyncio.run(main())
-    assert ["r1", "r2", "r3"] == [result.request_id for result in results_of(fleet)]
+    assert {"r1", "r2", "r3"} == {result.request_id for result in results_of(fleet)}
     passed = {result.id for result in fleet.report.results if result.verdict == "pass"}
     assert {"stitch.tokens", "stitch.prompt", "stitch.logprobs-paired"} <= passed
 
@@ -173,6 +173,47 @@ def test_a_dropped_sample_and_an_error_end_their_requests() -> None:
     assert (None, None) == (drop.rollout, drop.error)
     assert "KeyError: 'too bad'" in str(failed.error)
     assert delivered.rollout is not None
+
+
+def test_a_rollout_that_a_dead_server_ends_is_reported() -> None:
+    """A server that is dead to its calls still takes what the client reports."""
+    plan = {"actions": [{"do": "kill", "when": {"request": "r1", "tokens": 2}, "steps": 10**6}]}
+    with pytest.raises(UsageError, match="no rollout delivered a sample"):
+        with fleet_of(plan=plan) as fleet:
+            for prompt in ([5, 6], [7, 8]):
+                with pytest.raises(httpx.TransportError):
+                    rollout(sample_of)(fleet.url, prompt)
+    (result,) = results_of(fleet)
+    assert ("r1", True) == (result.request_id, result.error is not None)
+
+
+def test_a_rollout_that_its_caller_cancels_is_not_judged() -> None:
+    """That is no error of the stack, and no sample that it dropped."""
+
+    async def main(fleet: ServedFleet) -> None:
+        @rollout
+        async def generate() -> Any:
+            call(fleet.url, [5, 6])
+            await asyncio.sleep(60)
+
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(generate(), 0.5)
+
+    with fleet_of() as fleet:
+        asyncio.run(main(fleet))
+        rollout(sample_of)(fleet.url, [7, 8])
+    assert ["r2"] == [result.request_id for result in results_of(fleet)]
+
+
+def test_an_object_with_an_async_call_is_awaited() -> None:
+    """As a coroutine function is."""
+
+    class Generate:
+        async def __call__(self, url: str) -> Any:
+            return await asyncio.to_thread(sample_of, url, [5, 6])
+
+    with fleet_of(only=["stitch.tokens"]) as fleet:
+        asyncio.run(rollout(Generate())(fleet.url))
 
 
 def test_calls_for_another_purpose_are_no_part_of_a_sample() -> None:
