@@ -28,7 +28,7 @@ def call(body: dict[str, Any]) -> dict[str, Any]:
 
 @rollout  # each call of this function is one request, and what it returns is the sample
 def generate(prompt_ids: list[int], max_tokens: int) -> dict[str, Any]:
-    """One sample, over as many calls as it takes; routes are ``(rows, layers, top_k)``, here 3 layers and 2 experts a token."""
+    """Make one sample, over as many calls as it takes, of a model with 3 layers and 2 experts a token."""
     tokens: list[int] = []
     logprobs: list[float] = []
     routes = np.empty((0, 3, 2), np.int32)

@@ -106,7 +106,8 @@ def _one_step() -> Iterator[str]:
 
 ```console
 $ pip install rollproof httpx
-$ rollproof serve --as sglang --contract served_contract.toml --fault-plan served_plan.toml --run "python served_client.py"
+$ rollproof serve --as sglang --contract served_contract.toml --fault-plan served_plan.toml \\
+    --run "python served_client.py"
 sglang on http://127.0.0.1:40925
 2 tokens, abort
 RemoteProtocolError, called again
