@@ -72,10 +72,9 @@ OPTIONS = (
     ),
     Option(
         "github",
-        "annotations and a step summary for GitHub Actions: on, off, or auto, which is on if"
+        "annotations and a step summary for GitHub Actions: on or off; default: on if"
         " GITHUB_ACTIONS is true",
-        "auto|on|off",
-        default="auto",
+        "on|off",
     ),
     Option("expected", "file of expected failures (TOML; see docs/options.md)", "FILE"),
     Option(
@@ -424,7 +423,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _on_github(config: pytest.Config) -> bool:
     choice = _value(config, next(option for option in OPTIONS if option.name == "github"))
-    return choice == "on" or (choice == "auto" and os.environ.get("GITHUB_ACTIONS") == "true")
+    return choice == "on" or (choice is None and os.environ.get("GITHUB_ACTIONS") == "true")
 
 
 def pytest_terminal_summary(

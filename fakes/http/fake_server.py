@@ -192,7 +192,7 @@ class FakeServer:
         if fault is None:
             await self._route(scope, receive, send)
         elif fault.do is WireFaultKind.SLOW:
-            delivery.delay = fault.seconds
+            delivery.delay = fault.seconds or 0.0
             await self._route(scope, receive, _delayed(send, delivery))
         elif fault.do is WireFaultKind.STATUS and not fault.after_engine:
             await _planned_status(fault)(scope, receive, send)

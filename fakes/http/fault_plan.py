@@ -85,7 +85,7 @@ class WireFault:
         request_id: only requests with this id match.
         probability: of the matching requests, this share, drawn from the plan's seed.
         times: the most requests that it is applied to.
-        seconds: how late a slow answer is.
+        seconds: how late a slow answer is; ``slow`` needs it, and nothing else takes it.
         status: the status that replaces the answer.
         after_engine: the status comes after the engine has sampled.
         keep: the share of the answer's bytes, or of a stream's events, that is still sent.
@@ -100,7 +100,7 @@ class WireFault:
     request_id: str | None = None
     probability: float | None = None
     times: int | None = None
-    seconds: float = 1.0
+    seconds: float | None = None
     status: int = 503
     after_engine: bool = False
     keep: float = 0.5
@@ -125,8 +125,10 @@ class WireFault:
             self.request_id and str(self.request_id) == self.request_id
         ):
             problems.append(f"request_id={self.request_id!r} must be a text.")
-        if not _is_number(self.seconds, 0.0, 3600.0):
+        if self.seconds is not None and not _is_number(self.seconds, 0.0, 3600.0):
             problems.append(f"seconds={self.seconds!r} must be a number from 0 to 3600.")
+        if self.seconds is None and self.do == WireFaultKind.SLOW:
+            problems.append("do = 'slow' needs seconds, such as 2.5: how late the answer is.")
         if not _is_integer(self.status, 400) or self.status > 599:
             problems.append(f"status={self.status!r} must be a status from 400 to 599.")
         if not _is_number(self.keep, 0.0, 1.0) or self.keep == 1.0:

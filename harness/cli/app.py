@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -33,6 +33,15 @@ INTERRUPTED = 130
 """The code with which a shell reports a program that SIGINT ended."""
 _COMPLETION = "_ROLLPROOF_COMPLETE"
 """The variable with which a shell's completion calls the command line."""
+_PLAIN: Mapping[str, str] = {
+    "Value error, ": "",
+    "Input should be a valid integer, unable to parse string as an integer": "it must be a whole"
+    " number",
+    "Input should be a valid number, unable to parse string as a number": "it must be a number",
+    "Input should be greater than or equal to ": "it must be at least ",
+    "Input should be less than or equal to ": "it must be at most ",
+}
+"""Words of pydantic, which newer typers put into their messages, and what is said instead."""
 BROKEN_PIPE = 141
 """The code with which a shell reports SIGPIPE. 1 would say that a check failed."""
 
@@ -159,6 +168,8 @@ def _clicked_text(error: Any) -> str:
         one_line(error.format_message() if hasattr(error, "format_message") else str(error))
         or "Name a command"
     )
+    for theirs, plain in _PLAIN.items():
+        text = text.replace(theirs, plain)
     context = getattr(error, "ctx", None)
     text = text if text.endswith((".", "?", "!")) else f"{text}."
     return f"{text} See `{context.command_path} --help`." if context is not None else text

@@ -269,7 +269,7 @@ def _target_of(
         name=name,
         factory=factory,
         recipe=recipe,
-        flavours=as_flavours(flavours) if flavours else None,
+        flavours=None if flavours is None else as_flavours(flavours),
         cases=None if about != ROLLOUTS else getattr(factory, "cases", None),
         about=about,
     )

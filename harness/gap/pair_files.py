@@ -84,6 +84,8 @@ def read_columns(
         }
         if lists:
             columns = _flattened(columns, lists, path)
+        for name, column in columns.items():
+            _require_depth(name, column, table.column(name).type, path, by_sequence=bool(lists))
         values = {name: _numpy(name, column) for name, column in columns.items()}
     except pa.ArrowNotImplementedError as error:
         # plain values in a form of lists, runs or views that this release of Arrow has no code for
@@ -334,6 +336,26 @@ def _flattened(columns: Mapping[str, Any], lists: set[str], path: Path) -> dict[
     }
 
 
+def _require_depth(name: str, column: Any, kind: Any, path: Path, *, by_sequence: bool) -> None:
+    """Raise ``GapError`` for a column whose lists are nested otherwise than its values need.
+
+    Args:
+        name: The name of the column.
+        column: The column with one row a token.
+        kind: The type that the file has for it.
+        path: The file.
+        by_sequence: Whether the file has one row a sequence.
+    """
+    if _depth(column.type) == (2 if name in _ROUTES else 0):
+        return
+    if name in _ROUTES:
+        expected = "for each token a list of layers, each a list of experts"
+    else:
+        expected = "one value for each token"
+    rows = ", in a list for each row, which is a sequence here" if by_sequence else ""
+    raise GapError(f"{path}: {name} is of type {kind}: it must hold {expected}{rows}.")
+
+
 def _require_distinct_ids(column: Any, path: Path) -> None:
     """Raise ``GapError`` if two rows share a sequence_id: their positions would be ambiguous."""
     ids = [str(name) for name in column.to_pylist()]
@@ -350,8 +372,6 @@ def _require_distinct_ids(column: Any, path: Path) -> None:
 def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
     if name in _ROUTES:
         return _route_array(name, column)
-    if _depth(column.type):
-        raise GapError(f"{name} holds lists, but the other columns hold one value a token.")
     kind = str(column.type)
     if kind in ("string", "large_string") or kind.startswith("dictionary"):
         # codes instead of ten million Python strings
@@ -388,8 +408,6 @@ def _route_array(name: str, column: Any) -> npt.NDArray[Any]:
     import pyarrow.compute as pc
 
     flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if _depth(flat.type) != 2:
-        raise GapError(f"{name} must hold a list of layers a token, each a list of experts.")
     sizes = []
     for _ in range(2):
         lengths = np.unique(pc.list_value_length(flat).to_numpy(zero_copy_only=False))

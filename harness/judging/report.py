@@ -73,6 +73,7 @@ class Report:
     expected: The reasons of expected failures by the id of the check. A check that also fails in a
         new way (``CheckResult.otherwise``) counts as failed.
     cases: The number of cases.
+    flavours: The engine flavours on which they ran, if the subject runs on fake engines.
     seconds: Their wall time.
     notes: Remarks for the reader.
     undelivered: Why no rollout delivered a sample, if all of them raised; not in the JSON form,
@@ -87,6 +88,7 @@ class Report:
     canary: Canary | None = None
     expected: Mapping[str, str] = field(default_factory=dict)
     cases: int = 0
+    flavours: tuple[str, ...] = ()
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     undelivered: str = ""
@@ -145,6 +147,7 @@ class Report:
             "profile": self.profile,
             "seed": self.seed,
             "cases": self.cases,
+            "flavours": list(self.flavours),
             "seconds": round(self.seconds, 3),
             "summary": self.summary,
             "checks": [

@@ -168,7 +168,8 @@ class Conformance:
         check_profile(cls.profile)
         as_seed(cls.seed)
         _checked(as_names(cls.only, "only"))
-        as_flavours(cls.flavours or ())
+        if cls.flavours is not None:
+            as_flavours(cls.flavours)
         as_expected(cls.expected, default_registry())
         # Only classes that set a subject: a base class of a user may have any name.
         if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):

@@ -20,7 +20,7 @@ from rollproof.verification.schedules import PROFILES, profile_named
 __all__ = ["Settings", "State", "read_settings"]
 
 _UNKNOWN = ("fail", "skip")
-_GITHUB = ("auto", "on", "off")
+_GITHUB = ("on", "off")
 
 
 # No dataclass: the header prints them by _asdict, and gpu_suites read them by name.
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     seed: int | None
     only: tuple[str, ...]
     report: tuple[str, ...]
-    github: str
+    github: str | None
     expected: str | None
     accept: bool
     unknown: str
@@ -180,7 +180,8 @@ def read_settings(config: pytest.Config, values: Mapping[str, Any]) -> Settings:
     """Make settings of the values of all options, by name. Raises ``pytest.UsageError``."""
     _check_choice("--rollproof-profile", values["profile"], tuple(PROFILES))
     _check_choice("--rollproof-unknown", values["unknown"], _UNKNOWN)
-    _check_choice("--rollproof-github", values["github"], _GITHUB)
+    if values["github"] is not None:
+        _check_choice("--rollproof-github", values["github"], _GITHUB)
     seed, gpus = values["seed"], values["gpus"]
     if seed is not None and not (seed.isascii() and seed.isdigit()):
         raise pytest.UsageError(

@@ -29,6 +29,7 @@ __all__ = [
     "finding_lines",
     "finding_rows",
     "first_of_each_kind",
+    "flavours_text",
     "place_text",
     "report_lines",
     "run_text",
@@ -57,7 +58,7 @@ _NAMED_FIRST = (
 )
 """Situations that a run's one line names first: without them its passes say little."""
 _FLAVOURS = 6
-"""Engine flavours that a finding names; the others are counted."""
+"""Engine flavours that a line names; the others are counted."""
 _TOLD = 8
 """Events of a story that a finding shows; ``rollproof show`` tells all."""
 _PLACE_KEYS = {
@@ -371,7 +372,15 @@ def failure_headline(report: Mapping[str, Any]) -> str:
 def _flavours(finding: Mapping[str, Any], flavours: Sequence[str]) -> str:
     """Return the flavours of a kind, that of the finding itself first."""
     own = finding.get("flavour", "")
-    names = [name for name in dict.fromkeys((own, *flavours)) if name]
+    return _first([name for name in dict.fromkeys((own, *flavours)) if name])
+
+
+def flavours_text(report: Mapping[str, Any]) -> str:
+    """Return the engine flavours on which the cases of a report ran; "" if they had none."""
+    return _first(report.get("flavours", ()))
+
+
+def _first(names: Sequence[str]) -> str:
     more = len(names) - _FLAVOURS
     return ", ".join(names[:_FLAVOURS]) + (f" and {more} more" if more > 0 else "")
 
@@ -397,7 +406,9 @@ def run_text(header: Header) -> str:
 def _head(report: Mapping[str, Any]) -> str:
     facts = [f"profile {report['profile']}" if report["profile"] else "", f"seed {report['seed']}"]
     if report.get("cases"):
-        facts.append(f"{report['cases']:,} case{'s' if report['cases'] > 1 else ''}")
+        flavours = flavours_text(report)
+        cases = f"{report['cases']:,} case{'s' if report['cases'] > 1 else ''}"
+        facts.append(f"{cases} on {flavours}" if flavours else cases)
     if report.get("seconds"):
         facts.append(f"{report['seconds']:.1f} s")
     return f"{report['subject']}  [{', '.join(fact for fact in facts if fact)}]"

@@ -47,9 +47,15 @@ def as_names(value: Any, argument: str) -> tuple[str, ...]:
 def as_flavours(value: Any) -> tuple[str, ...]:
     """Return names of engine flavours as a tuple; one string is one flavour.
 
-    Raises ``UsageError`` for what holds anything but strings.
+    Raises ``UsageError`` for what holds anything but strings, and for no flavour at all.
     """
-    return (value,) if isinstance(value, str) else as_names(value, "flavours")
+    names = (value,) if isinstance(value, str) else as_names(value, "flavours")
+    if not names:
+        raise UsageError(
+            "flavours is empty, so nothing would be judged: omit it for all engine flavours"
+            " that fit the contract."
+        )
+    return names
 
 
 def as_seed(value: Any) -> int | None:

@@ -30,7 +30,8 @@ def probe(
     does not exist and for a contract that fits no flavour, ``SubjectError`` for a subject that does
     not start on a flavour that was named.
     """
-    named = as_flavours(getattr(factory, "flavours", None) or () if flavours is None else flavours)
+    declared = getattr(factory, "flavours", None) if flavours is None else flavours
+    named = () if declared is None else as_flavours(declared)
     unknown = sorted(set(named) - set(FLAVOURS))
     if unknown:
         raise UsageError(f"No engine flavour is named {unknown}; choose among {sorted(FLAVOURS)}.")

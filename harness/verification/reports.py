@@ -25,6 +25,7 @@ def make_report(
     seed: int,
     started: float,
     cases: int,
+    flavours: tuple[str, ...] = (),
     expected: Mapping[str, str],
     exercised: Mapping[str, int] | None = None,
     canary: Canary | None = None,
@@ -45,6 +46,7 @@ def make_report(
         canary=canary,
         expected={check_id: why for check_id, why in expected.items() if check_id in judged},
         cases=cases,
+        flavours=flavours,
         seconds=time.perf_counter() - started,
         notes=tuple(notes),
         undelivered=undelivered,
@@ -92,6 +94,7 @@ def merge_reports(subject: str, reports: Iterable[Report]) -> Report:
         canary=_weakest([report.canary for report in reports if report.canary is not None]),
         expected=_expected_everywhere(reports),
         cases=sum(report.cases for report in reports),
+        flavours=tuple(dict.fromkeys(name for report in reports for name in report.flavours)),
         seconds=sum(report.seconds for report in reports),
         notes=tuple(note for report in reports for note in report.notes),
     )

@@ -132,11 +132,6 @@ def run_conformance(
         raise UsageError(f"progress must be a function of one Progress, not {show(progress)}.")
     registry = default_registry().extended(as_checks(checks))
     flavour_names = None if flavours is None else as_flavours(flavours)
-    if flavour_names == ():
-        raise UsageError(
-            "flavours is empty, so nothing would be judged: omit it for all engine flavours"
-            " that fit the contract."
-        )
     folder = None if witness_dir is None else as_path(witness_dir, "witness_dir")
     if folder is not None:
         check_folder(folder)  # before anything that takes time
@@ -291,6 +286,8 @@ class _Campaign:
     ends: Counter[str] = field(default_factory=Counter)
     """Rollouts that ended with an error, and others."""
     first_error: str = ""
+    flavours: dict[str, None] = field(default_factory=dict)
+    """The engine flavours of the cases that were run, in their order."""
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.registry)
@@ -298,6 +295,7 @@ class _Campaign:
     def run_all(self, cases: list[Case]) -> None:
         """Run and judge cases, until many rollouts hang in the same place."""
         for number, case in enumerate(cases):
+            self.flavours[case.flavour] = None
             self._progress(number, len(cases), f"{self.name} on {case.flavour}")
             self.run(case)
             reason = self._reason_to_stop()
@@ -328,6 +326,7 @@ class _Campaign:
             seed=self.options.seed,
             started=started,
             cases=self.tally.traces,
+            flavours=tuple(self.flavours),
             expected=self.options.expected,
             exercised=self.exercised,
             canary=try_canary(self.clean, self.registry, SAMPLE_PLANTS) if canary else None,

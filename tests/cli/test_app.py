@@ -40,8 +40,14 @@ pytestmark = pytest.mark.usefixtures("command_folder")
         (["verify", "--flavour", "nosuch"], "No engine flavour is named ['nosuch']"),
         (
             ["verify", "--seed", "x"],
-            "unable to parse string as an integer. See `rollproof verify --help`.",
+            "Invalid value for '--seed': it must be a whole number. See `rollproof verify --help`.",
         ),
+        (
+            ["init", "list"],
+            "value for 'what': 'list' is not one of 'rollouts', 'batches', 'layouts', 'gap'. See",
+        ),
+        (["verify", "--jobs", "0"], "it must be at least 1"),
+        (["gap", "x", "--seed", "x"], "Invalid value for '--seed': it must be a whole number."),
         ([], "rollproof: error: Name a command. See `rollproof --help`."),
         (["verify", "--subject", "exiting:Subject"], "exiting cannot be imported: SystemExit: 0."),
         (

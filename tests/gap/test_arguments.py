@@ -223,6 +223,18 @@ def test_rollouts_and_trainers_of_the_wrong_kind(
             {"sequence_id": pa.array(np.arange(N), pa.timestamp("ns"))},
             r"sequence_id is of type timestamp\[ns\]: write plain numbers, text or lists",
         ),
+        (
+            {
+                "sequence_id": np.arange(N),
+                "rollout_logprob": [[-1.0]] * N,
+                "trainer_logprob": [[[-1.0]]] * N,
+            },
+            r"trainer_logprob is of type list<.*>>: it must hold one value for each token, in a",
+        ),
+        (
+            {"rollout_routes": [[1]] * N},
+            r"of type list<.*int64>: it must hold for each token a list of layers, each a list of",
+        ),
         ({"position": -np.arange(N)}, "position must be a whole number of at least 0"),
         ({"version": np.full(N, np.inf)}, "version must hold whole numbers or text; it is inf"),
     ],

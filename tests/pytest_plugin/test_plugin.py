@@ -345,6 +345,10 @@ def test_wrong_values_end_the_session_at_once(
 @pytest.mark.parametrize(
     ("decorated", "message"),
     [
+        (
+            "conformance(MyStack, flavours=())\ndef test_a(check): pass",
+            "flavours is empty, so nothing would be judged: omit it",
+        ),
         ("conformance(MyStack)\nasync def test_a(check): pass", "test_a must be a plain function"),
         ("conformance(MyStack)\ndef test_a(): pass", "test_a must take a parameter named `check`"),
         ("conformance(MyStack())\ndef test_a(check): pass", "conformance() takes a factory"),

@@ -15,7 +15,7 @@ from typing import Any
 from rollproof.core.files import check_target, text_bytes
 from rollproof.reporting.html.pages import page_template, require_packages, story_values
 from rollproof.reporting.reported_run import WORST_FIRST, ReportedRun, verdict_of
-from rollproof.reporting.text import finding_rows, self_test_text, summary_text
+from rollproof.reporting.text import finding_rows, flavours_text, self_test_text, summary_text
 
 __all__ = ["check_report_page_target", "report_page_text"]
 
@@ -209,6 +209,7 @@ def _facts(report: Mapping[str, Any], subjects: int) -> list[tuple[str, str]]:
         ("profile", report["profile"]),
         ("seed", str(report["seed"])),
         ("cases", f"{report['cases']:,}" if report.get("cases") else ""),
+        ("engines", flavours_text(report)),
         ("time", f"{report['seconds']:.1f} s" if report.get("seconds") else ""),
     ]
     return [(name, value) for name, value in facts if value]

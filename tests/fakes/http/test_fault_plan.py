@@ -74,12 +74,16 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
             r"Fault 1 \(reset\): seconds is only for slow",
         ),
         (
-            {"faults": [{"do": "slow", "keep": 0.1}]},
+            {"faults": [{"do": "slow", "seconds": 1, "keep": 0.1}]},
             "keep is only for reset and truncate and wrong-length",
         ),
         ({"faults": [{"do": "reset", "probability": 2}]}, "a number from 0 to 1"),
         ({"faults": [{"do": "status", "status": 200}]}, "a status from 400 to 599"),
         ({"faults": [{"do": "slow", "seconds": -1}]}, "a number from 0 to 3600"),
+        (
+            {"faults": [{"do": "slow"}]},
+            "Fault 1 cannot be planned:\n  - do = 'slow' needs seconds, such as 2.5",
+        ),
         ({"faults": [{"do": "truncate", "keep": 1.0}]}, "below 1"),
         ({"faults": [{"do": "reset", "path": "generate"}]}, "must be a path"),
         (
@@ -148,7 +152,9 @@ def test_a_fault_befalls_whom_it_names() -> None:
     )  # the second of its own calls, whoever calls in between
     assert [1, 2] == hit_by(plan(do="reset", times=2), mixed)
     drawn = [
-        FaultPlan(faults=(WireFault(do=WireFaultKind.SLOW, probability=0.3),), seed=seed)
+        FaultPlan(
+            faults=(WireFault(do=WireFaultKind.SLOW, seconds=1.0, probability=0.3),), seed=seed
+        )
         for seed in (1, 1, 2)
     ]
     first, again, other = (hit_by(a_plan, mixed) for a_plan in drawn)
@@ -164,7 +170,7 @@ def test_the_summary_of_a_plan_is_printed() -> None:
         {
             "faults": [
                 {"do": "reset", "path": "/generate", "nth": [2]},
-                {"do": "slow", "request_id": "nobody"},
+                {"do": "slow", "seconds": 1, "request_id": "nobody"},
             ],
             "actions": [
                 {"do": "abort", "when": {"request": name, "tokens": 2}}
