@@ -299,6 +299,7 @@ def rollproof_gap(request: pytest.FixtureRequest) -> Callable[..., GapReport]:
             if trainer is None
             else measure_rollouts(rollout, trainer, **named)
         )
+        state.add_gap(report.to_dict(), request.node)
         if report.verdict is GapVerdict.INCONCLUSIVE and state.settings.unknown == "skip":
             pytest.skip("\n".join(text for _, text in gap_lines(report)))
         report.require()
@@ -396,11 +397,13 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take the reports of an xdist worker (a worker that crashed has no ``workeroutput``)."""
-    reports = getattr(node, "workeroutput", {}).get("rollproof")
-    if reports:
+    delivered = getattr(node, "workeroutput", {}).get("rollproof")
+    if delivered:
         import json
 
-        state_of(node.config).reports.update(json.loads(reports))
+        reports, gaps = json.loads(delivered)
+        state_of(node.config).reports.update(reports)
+        state_of(node.config).gaps.update(gaps)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -409,12 +412,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if state is None:
         return
     if hasattr(session.config, "workerinput"):
-        if state.reports:
+        if state.reports or state.gaps:
             import json
 
             # As text, because a report may hold subclasses of the builtin types (a StrEnum, a numpy
             # integer), which execnet does not serialise.
-            session.config.workeroutput["rollproof"] = json.dumps(state.reports)  # type: ignore[attr-defined]  # set by xdist in its workers
+            session.config.workeroutput["rollproof"] = json.dumps([state.reports, state.gaps])  # type: ignore[attr-defined]  # set by xdist in its workers
     elif state.settings.report or state.settings.accept:
         written = state.write_files(int(session.exitstatus), session.config.rootpath)
         if not written and session.exitstatus == pytest.ExitCode.OK:
@@ -439,7 +442,7 @@ def pytest_terminal_summary(
         for report in terminalreporter.stats.get(category, ())
         if hasattr(report, _ANNOTATION)
     ]
-    if _on_github(config) and (annotated or (state is not None and state.reports)):
+    if _on_github(config) and (annotated or (state is not None and (state.reports or state.gaps))):
         from rollproof.pytest_plugin.github_actions import show_session
 
         annotations = [(report, getattr(report, _ANNOTATION)) for report in annotated]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.files import write_atomically
 from rollproof.gpu_suites.timing import Part, Spending
 from rollproof.judging.report import Report
+from rollproof.reporting.html.gap_panels import gap_panel
+from rollproof.reporting.html.pages import page_template
 
 if TYPE_CHECKING:
     from rollproof.gpu_suites.gap.gap_matrix import Cell
@@ -147,18 +148,91 @@ def short_report(report: Report) -> dict[str, Any]:
 
 def page_text(data: Mapping[str, Any]) -> str:
     """Return the HTML page of ``RunReport.to_dict``. Raises ``ImportError`` without jinja2."""
-    from jinja2 import Environment, StrictUndefined
+    suites = [_suite(suite, number) for number, suite in enumerate(data["suites"], 1)]
+    cells = [_cell(cell, number) for number, cell in enumerate(data["gap"], 1)]
+    template = page_template("rollproof.gpu_suites.report", "run.html", {"number": _number})
+    titles = {"engine": "Engines", "trainer": "Trainers"}
+    by_kind = {kind: [suite for suite in suites if suite["kind"] == kind] for kind in titles}
+    text: str = template.render(
+        run=data,
+        verdict=_verdict([suite["verdict"] for suite in suites], cells),
+        classes={
+            "pass": "pass",
+            "fail": "fail",
+            "unknown": "inconclusive",
+            "known to fail": "inconclusive",
+        },
+        totals=_totals(suites, cells),
+        cells=cells,
+        kinds=[(kind, titles[kind], of_kind) for kind, of_kind in by_kind.items() if of_kind],
+    )
+    return text
 
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = _number
-    template = environment.from_string(
-        resources.files("rollproof.gpu_suites.report")
-        .joinpath("run.html")
-        .read_text(encoding="utf-8")
-    )
-    return template.render(run=data)
+
+def _suite(suite: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a suite with what its block shows; runs of older versions lack some keys."""
+    summary, known, left_out = suite["summary"], suite.get("known", {}), suite.get("left_out", {})
+    if summary["fail"] or suite["canary"] is False:
+        verdict = "fail"
+    else:
+        verdict = "unknown" if summary["unknown"] or not summary["pass"] else "pass"
+    shown = [
+        (check_id, check, "known to fail" if check_id in suite["expected"] else check["verdict"])
+        for check_id, check in suite["checks"].items()
+        if check["verdict"] in ("fail", "unknown")
+    ]
+    # news first
+    order = ("fail", "known to fail", "unknown")
+    return {
+        **suite,
+        "number": number,
+        "verdict": verdict,
+        "known": known,
+        "left_out": left_out,
+        "known_count": summary["expected_fail"]
+        + sum(bool(one["failed"]) for one in known.values()),
+        "shown": sorted(shown, key=lambda item: order.index(item[2])),
+        "has_block": bool(shown or known or left_out or suite["notes"]),
+    }
+
+
+def _failed(known: Mapping[str, Any]) -> bool:
+    return bool(known["failed"])
+
+
+def _cell(cell: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a cell of the gap with the panel of each routing."""
+    controls = cell["effect"]["controls"]
+    return {
+        **cell,
+        "number": number,
+        "panels": [
+            (name, {**gap_panel(report), "control": name in controls})
+            for name, report in cell["reports"].items()
+        ],
+    }
+
+
+def _verdict(verdicts: Sequence[str], cells: Sequence[Mapping[str, Any]]) -> str:
+    """Return the verdict of a run; known failures are none."""
+    of_cells = [cell["effect"]["verdict"] for cell in cells]
+    if "fail" in verdicts or "fail" in of_cells:
+        return "fail"
+    undecided = "unknown" in verdicts or "inconclusive" in of_cells
+    return "unknown" if undecided or not (verdicts or of_cells) else "pass"
+
+
+def _totals(suites: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]]) -> str:
+    """Return what was found, in one line."""
+    counts = [
+        (sum(suite["summary"]["pass"] for suite in suites), "pass"),
+        (sum(suite["summary"]["fail"] for suite in suites), "fail"),
+        (sum(suite["summary"]["unknown"] for suite in suites), "unknown"),
+        (sum(suite["known_count"] for suite in suites), "known to fail"),
+        (sum(len(suite["left_out"]) for suite in suites), "experiments left out"),
+    ]
+    named = ", ".join(f"{count:,} {what}" for count, what in counts)
+    return f"{len(suites):,} engines and trainers: {named}; {len(cells):,} gaps measured"
 
 
 def _number(value: float | None) -> str:

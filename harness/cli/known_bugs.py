@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from rollproof.cli.output import JsonTarget, Meter, Output
+from rollproof.errors import UsageError
+from rollproof.invariants import default_registry
 from rollproof.judging.report import REPORT_SCHEMA, ExitCode
+from rollproof.reporting.html.known_bugs_page import known_bugs_page_text
+from rollproof.reporting.report_files import ReportForm, json_text
 from rollproof.reporting.text import Style
 from rollproof.verification.kill_matrix import KillResult, run_kill_matrix
 
@@ -21,6 +26,14 @@ def known_bugs(
         typer.Argument(metavar="[ID]...", help="Only these bugs.", show_default=False),
     ] = None,
     json_target: JsonTarget = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write the table: FILE.html is one HTML page, any other name JSON.",
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="List every bug with the checks that detect it.")
     ] = False,
@@ -30,7 +43,13 @@ def known_bugs(
     Bugs that you name and bugs with a wrong outcome are listed, all of them with -v. Exit code 1 if
     a bug is not detected or a check fails that should not.
     """
-    output = Output(json_target)
+    form = None if report is None else ReportForm.of(report)
+    if form is ReportForm.SARIF:
+        raise UsageError(
+            f"--report {report}: SARIF lists findings in your code, and known bugs are not in it."
+            " Name a file that ends in .html or .json."
+        )
+    output = Output(json_target, [] if report is None else [report])
     with Meter() as meter:
         results = run_kill_matrix(only or (), meter)
     # Both directions count: a check that fails for a bug that is not its own would blame the wrong
@@ -38,23 +57,26 @@ def known_bugs(
     killed = sum(result.killed for result in results)
     blamed = sum(bool(result.blamed_wrongly) for result in results)
     good = killed == len(results) and not blamed
-    output.lines(
-        [
-            (
-                Style.GOOD if good else Style.BAD,
-                (
-                    f"{killed} of {len(results)} known bugs detected, {blamed} with a check that"
-                    " should not fail"
-                ),
-            )
-        ]
+    summary = (
+        f"{killed} of {len(results)} known bugs detected, {blamed} with a check that should not"
+        " fail"
     )
+    output.lines([(Style.GOOD if good else Style.BAD, summary)])
     listed = results if only or verbose else tuple(filter(_is_wrong, results))
     if listed:
         output.table(_table(listed))
     else:
         output.say("-v lists each of them with the checks that detect it")
-    output.json({"schema": REPORT_SCHEMA, "bugs": [result.to_dict() for result in results]})
+    data = {"schema": REPORT_SCHEMA, "bugs": [result.to_dict() for result in results]}
+    output.json(data)
+    if report is not None:
+        page = form is ReportForm.PAGE
+        output.write(
+            report,
+            known_bugs_page_text(data, summary=summary, checks=default_registry())
+            if page
+            else json_text(data),
+        )
     return output.ended(ExitCode.PASS if good else ExitCode.FAIL)
 
 

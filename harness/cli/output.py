@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -25,7 +24,7 @@ from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.annotations import annotations_of, command_lines, on_github
-from rollproof.reporting.report_files import ReportForm, check_report_target, report_text
+from rollproof.reporting.report_files import ReportForm, check_report_target, json_text, report_text
 from rollproof.reporting.reported_run import ReportedRun
 from rollproof.reporting.step_summary import append_step_summary
 from rollproof.reporting.text import Line
@@ -151,7 +150,7 @@ class Output:
         """
         if self._json_target is None:
             return
-        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        text = json_text(data)
         if self._json_target != "-":
             trouble = write_or_keep(Path(self._json_target), text)
         else:
@@ -193,13 +192,16 @@ class Output:
             notes=tuple(notes),
         )
         for target in self._report_targets:
-            text = report_text(run, ReportForm.of(target))
-            self._report_trouble(write_or_keep(target, text))
+            self.write(target, report_text(run, ReportForm.of(target)))
         if self._github:
             for line in command_lines(list(annotations_of(run)), run.root):
                 self._console.print(Text(line))
             if (trouble := append_step_summary(run)) is not None:
                 sys.stderr.write(f"rollproof: {trouble}\n")
+
+    def write(self, target: Path, text: str) -> None:
+        """Write a file, as ``json`` does."""
+        self._report_trouble(write_or_keep(target, text))
 
     def _report_trouble(self, trouble: str | None) -> None:
         if trouble is not None:

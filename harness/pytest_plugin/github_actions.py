@@ -64,7 +64,7 @@ def show_session(
     for line in command_lines(shown, config.rootpath):
         terminalreporter.ensure_newline()
         terminalreporter.write_line(line)
-    judged = state is not None and bool(state.reports)
+    judged = state is not None and bool(state.reports or state.gaps)
     run = state.reported_run(exit_status, config.rootpath) if state is not None and judged else None
     not_judged = [
         Annotation(**fields)

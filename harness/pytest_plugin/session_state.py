@@ -11,6 +11,7 @@ import pytest
 from rollproof.core.files import check_target, write_or_keep
 from rollproof.errors import RollproofError
 from rollproof.invariants import default_registry
+from rollproof.judging.report import Report
 from rollproof.pytest_plugin.item_location import item_location
 from rollproof.reporting.report_files import ReportForm, check_report_target, report_text
 from rollproof.reporting.reported_run import ReportedRun, verdict_of
@@ -21,6 +22,8 @@ __all__ = ["Settings", "State", "read_settings"]
 
 _UNKNOWN = ("fail", "skip")
 _GITHUB = ("on", "off")
+_NOTHING: Mapping[str, Any] = Report(subject="gaps", profile="", seed=0, results=()).to_dict()
+"""The report of a session that measured gaps and judged no subject."""
 
 
 # No dataclass: the header prints them by _asdict, and gpu_suites read them by name.
@@ -47,9 +50,9 @@ class State:
     """What a session gathers.
 
     ``settings`` are the options. ``fresh_seed`` is the seed of profiles that have none of their
-    own. ``reports`` are JSON reports by key, ``runs`` the report of each subject, or the error that
-    kept it from running, ``shown_by`` the item that shows what several items of a subject have as
-    their cause, and ``summary`` the lines that end the closing summary.
+    own. ``reports`` and ``gaps`` are JSON reports by key, ``runs`` the report of each subject, or
+    the error that kept it from running, ``shown_by`` the item that shows what several items of a
+    subject have as their cause, and ``summary`` the lines that end the closing summary.
     """
 
     def __init__(self, *, settings: Settings, fresh_seed: int) -> None:
@@ -57,6 +60,7 @@ class State:
         self.fresh_seed = fresh_seed
         # By key, because two xdist workers that ran the same subject deliver the same report.
         self.reports: dict[str, dict[str, Any]] = {}
+        self.gaps: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, Any] = {}
         self.shown_by: dict[str, str] = {}
         self.summary: list[str] = []
@@ -89,12 +93,13 @@ class State:
         """Add the report of an item to the summary. A key that another suite of the session has is
         numbered.
         """
-        own, number = key, 1
-        while own in self.reports:
-            number += 1
-            own = f"{key}#{number}"
         location = item_location(item).to_dict(item.config.rootpath)
-        self.reports[own] = {**report, "location": location}
+        self.reports[_free(key, self.reports)] = {**report, "location": location}
+
+    def add_gap(self, gap: Mapping[str, Any], item: pytest.Item) -> None:
+        """Add a measured gap of an item to the reports that are written."""
+        location = item_location(item).to_dict(item.config.rootpath)
+        self.gaps[_free(item.nodeid, self.gaps)] = {**gap, "location": location}
 
     def check_settings(self, *, writes: bool) -> None:
         """Refuse unknown checks, a bad file of expected failures, and files that cannot be written.
@@ -127,7 +132,9 @@ class State:
             exit_status: The session's.
             root: pytest's root folder.
         """
-        report = _merged(list(self.reports.values()))
+        report = _merged(list(self.reports.values())) if self.reports else _NOTHING
+        if self.gaps:
+            report = {**report, "gaps": list(self.gaps.values())}
         verdict, problems = verdict_of(report), []
         if verdict == "pass" and exit_status != pytest.ExitCode.OK:
             # a test of another kind, or a subject that could not be run, which has no report
@@ -157,7 +164,7 @@ class State:
         # Only the controller of an xdist session calls this; it has the reports of all workers.
         reports = list(self.reports.values())
         complete = True
-        run = self.reported_run(exit_status, root) if reports else None
+        run = self.reported_run(exit_status, root) if reports or self.gaps else None
         for place in settings.report:
             if run is None:
                 self.summary.append(f"report: nothing was judged, {place} was not written")
@@ -212,6 +219,15 @@ def read_settings(config: pytest.Config, values: Mapping[str, Any]) -> Settings:
 def _check_choice(flag: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise pytest.UsageError(f"{flag}={value!r} is not one of: {', '.join(valid)}.")
+
+
+def _free(key: str, taken: Mapping[str, Any]) -> str:
+    """Return the key, with a number if it is taken."""
+    free, number = key, 1
+    while free in taken:
+        number += 1
+        free = f"{key}#{number}"
+    return free
 
 
 def _all_absolute(config: pytest.Config, dest: str) -> tuple[str, ...]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from rollproof.core.files import check_target
 from rollproof.reporting.html.report_page import check_report_page_target, report_page_text
 from rollproof.reporting.reported_run import ReportedRun
 from rollproof.reporting.sarif import sarif_text
 
-__all__ = ["ReportForm", "check_report_target", "report_text"]
+__all__ = ["ReportForm", "check_report_target", "json_text", "report_text"]
 
 
 class ReportForm(StrEnum):
@@ -48,4 +50,9 @@ def report_text(run: ReportedRun, form: ReportForm) -> str:
         case ReportForm.SARIF:
             return sarif_text(run)
         case ReportForm.JSON:
-            return json.dumps(run.report, indent=2, ensure_ascii=False) + "\n"
+            return json_text(run.report)
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """Return JSON as every command writes it."""
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"

@@ -37,7 +37,9 @@ class ReportedRun:
     @property
     def reports(self) -> list[Mapping[str, Any]]:
         """The report of each subject, failures first, each in the order of the run."""
-        reports = list(self.report.get("reports", ())) or [self.report]
+        reports = list(self.report.get("reports", ()))
+        if not reports and self.report["checks"]:
+            reports = [self.report]
         return sorted(reports, key=lambda report: WORST_FIRST.index(verdict_of(report)))
 
     def with_verdict(self, verdict: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -49,8 +51,11 @@ class ReportedRun:
 
 
 def verdict_of(report: Mapping[str, Any]) -> str:
-    """Return the verdict over all checks of a report, as its exit code says it."""
+    """Return the verdict over all checks and gaps of a report, as its exit code says it."""
     summary, canary = report["summary"], report["canary"]
-    if summary["fail"] or (canary and canary["planted"] is not None and not canary["red"]):
+    gaps = {gap["verdict"] for gap in report.get("gaps", ())}
+    missed = canary and canary["planted"] is not None and not canary["red"]
+    if summary["fail"] or missed or "fail" in gaps:
         return "fail"
-    return "pass" if summary["pass"] and not summary["unknown"] else "unknown"
+    undecided = summary["unknown"] or "inconclusive" in gaps
+    return "pass" if (summary["pass"] or gaps) and not undecided else "unknown"

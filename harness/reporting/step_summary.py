@@ -81,7 +81,13 @@ def step_summary_text(
     if run is None:
         blocks.insert(0, "## rollproof: FAIL\n")
     else:
-        blocks = [*_head(run), *blocks, *_finding_blocks(run), *_unknown_blocks(run)]
+        blocks = [
+            *_head(run),
+            *blocks,
+            *_finding_blocks(run),
+            *_unknown_blocks(run),
+            *_gap_blocks(run),
+        ]
     size = 0
     kept: list[str] = []
     for block in blocks:
@@ -156,6 +162,23 @@ def _unknown_blocks(run: ReportedRun) -> Iterator[str]:
     if len(unknown) > _UNKNOWN:
         rows.append(f"- {len(unknown) - _UNKNOWN:,} more")
     yield "### Unknown\n\n" + "\n".join(rows) + "\n"
+
+
+def _gap_blocks(run: ReportedRun) -> Iterator[str]:
+    gaps = run.report.get("gaps", ())
+    if not gaps:
+        return
+    rows = []
+    for gap in gaps[:_SUBJECTS]:
+        failed = [name for name, metric in gap["metrics"].items() if metric["verdict"] == "fail"]
+        causes = [cause["class"] for cause in gap["diagnosis"][:1]]
+        facts = (gap["subject"], ", ".join(failed), ", ".join(causes))
+        subject, beyond, cause = map(_inline, facts)
+        rows.append(f"| {subject} | {gap['verdict'].upper()} | {beyond} | {cause} |")
+    head = "### Gaps\n\n| gap | verdict | beyond its limit | likely cause |\n|---|---|---|---|"
+    yield "\n".join([head, *rows]) + "\n"
+    if len(gaps) > _SUBJECTS:
+        yield f"{len(gaps) - _SUBJECTS:,} more gaps.\n"
 
 
 def _details(head: str, text: str, *, opened: bool) -> str:

@@ -16,6 +16,7 @@ from rollproof.gpu_suites.report.hardware import described
 from rollproof.gpu_suites.report.merging import main, merged, read_run
 from rollproof.gpu_suites.report.run_report import RunReport, page_text
 from tests.gpu_suites.test_gap_matrix import sampled, trainer
+from tests.support.html_pages import HOSTILE, tags_of
 
 RUNS = sorted((Path(__file__).parents[2] / "docs" / "runs").glob("*.json"))
 
@@ -64,9 +65,40 @@ def test_a_run_as_json_and_as_a_page(run: RunReport, tmp_path: Path) -> None:
         "engine.identity",
         "a note &lt;b&gt;",
         ">shifted by a layer<",
-        '<div class="wide" role="region" aria-label="Gap" tabindex="0">',
+        "R3 shifted by a layer",
+        "(a control with wrong routes, which must be worse)",
     ):
         assert text in page
+    tags = tags_of(page)
+    assert 0 == tags.scripts
+    assert set(tags.addresses) <= {f"#{name}" for name in tags.ids}
+    assert {"#g1", "#s1"} <= set(tags.addresses)
+
+
+def test_the_page_hides_no_known_failure(run: RunReport) -> None:
+    """Experiments that are known to fail or were left out are named with their reasons and counted,
+    and a suite whose self-test failed is no pass; hostile texts stay texts.
+    """
+    data = run.to_dict()
+    (suite,) = data["suites"]
+    known = {
+        "streams": {"failed": ["engine.answers"], "reason": HOSTILE},
+        "offset": {"failed": [], "reason": "sometimes"},
+    }
+    blind = {
+        **suite,
+        "canary": False,
+        "known": known,
+        "left_out": {"refusals": "it ends the engine"},
+    }
+    page = page_text({**data, "suites": [blind], "notes": [HOSTILE]})
+
+    assert "1 known to fail, 1 experiments left out" in page
+    assert "in the experiment <code>streams</code>: engine.answers failed." in page
+    assert "in the experiment <code>offset</code>: nothing failed this time. sometimes" in page
+    assert "the experiment <code>refusals</code> was not run. it ends the engine" in page
+    assert "<strong>FAIL</strong>" in page
+    assert 0 == tags_of(page).scripts and "img" not in tags_of(page).tags
 
 
 def test_a_session_that_is_killed_leaves_what_it_found(tmp_path: Path) -> None:

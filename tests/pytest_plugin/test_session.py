@@ -231,3 +231,23 @@ def test_a_page_is_no_pass_if_the_session_failed(fake_runs: pytest.Pytester) -> 
 
     assert "<strong>UNKNOWN</strong>" in text
     assert "pytest ended with exit code 1, though no check failed" in text
+
+
+@pytest.mark.parametrize("workers", [["-n2"], ["-p", "no:xdist"]])
+def test_a_measured_gap_is_in_the_report(pytester: pytest.Pytester, workers: list[str]) -> None:
+    """What ``rollproof_gap`` measured, with the line of its test, also if it is all there is."""
+    pytester.makepyfile(
+        test_it="""
+        import numpy as np
+
+        def test_mine(rollproof_gap):
+            rollout = -np.random.default_rng(0).exponential(1.0, 4000)
+            ids = np.arange(4000) // 50
+            rollproof_gap(rollout, rollout, sequence_id=ids, mask=np.ones(4000))
+        """
+    )
+    pytester.runpytest_subprocess("--rollproof-report=out.json", *workers).assert_outcomes(passed=1)
+    data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
+    (gap,) = data["gaps"]
+    assert ("pass", {"file": "test_it.py", "line": 3}) == (gap["verdict"], gap["location"])
+    assert [] == data["checks"]

@@ -39,7 +39,7 @@ def hostile_page() -> str:
     ]
     report = reported(HOSTILE, *checks, text=HOSTILE)
     return page_of(
-        report,
+        {**report, "gaps": [gap(HOSTILE, "fail", HOSTILE)]},
         report,
         checks=[
             request_check(f"{HOSTILE}0", promise=HOSTILE, needs=HOSTILE, exercised_by=HOSTILE)(
@@ -127,6 +127,40 @@ def test_a_page_stays_below_two_megabytes(length: int) -> None:
     assert "findings of kinds that are shown" in text
     assert "3 more findings of this check were counted." in text
     assert "subject 0</h3>" in text
+
+
+def gap(subject: str, verdict: str, text: str = "a text") -> dict[str, Any]:
+    """The JSON form of a measured gap."""
+    metric = {"value": 0.5, "low": 0.25, "high": 1.0, "threshold": 0.125, "side": "above"}
+    return {
+        "subject": subject,
+        "verdict": verdict,
+        "limits": "moe-bf16",
+        "n_tokens": 4000,
+        "n_sequences": 20,
+        "metrics": {
+            "k1": {"value": None, "low": None, "high": None, "threshold": None, "verdict": None},
+            text: {**metric, "source": text, "verdict": verdict},
+        },
+        "diagnosis": [{"class": text, "confidence": 0.9, "because": text, "advice": text}],
+        "notes": [text],
+    }
+
+
+def test_gaps_of_a_session_are_panels_of_its_page() -> None:
+    """Their verdict counts in that of the page, metrics with limits come first, and the table of
+    verdicts leads to them; a page may have gaps alone.
+    """
+    passed = reported("A", checked("a", "pass"))
+    text = page_of({**passed, "gaps": [gap("mine", "fail", "k3"), gap("other", "pass", "k3")]})
+    alone = reported("gaps")
+
+    assert "<strong>FAIL</strong>" in text and "2 gaps: 1 fail, 1 pass" in text
+    assert '<a href="#g1">mine</a>' in text and 'id="g2"' in text
+    assert text.index("<code>k3</code>") < text.index("<code>k1</code>")
+    assert "<td>0.5</td><td>0.25 to 1</td><td>\N{LESS-THAN OR EQUAL TO} 0.125</td>" in text
+    assert "<strong>PASS</strong>" in page_of({**alone, "gaps": [gap("mine", "pass")]})
+    assert "<strong>UNKNOWN</strong>" in page_of({**alone, "gaps": [gap("mine", "inconclusive")]})
 
 
 def test_hostile_texts_add_no_element() -> None:

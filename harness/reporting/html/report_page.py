@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.core.files import check_target, text_bytes
+from rollproof.reporting.html.gap_panels import gap_panel
 from rollproof.reporting.html.pages import page_template, require_packages, story_values
 from rollproof.reporting.reported_run import WORST_FIRST, ReportedRun, verdict_of
 from rollproof.reporting.text import finding_rows, flavours_text, self_test_text, summary_text
@@ -106,13 +107,21 @@ def _values(run: ReportedRun, detail: _Detail) -> dict[str, Any]:
     values = {
         "title": cut.text(_title(report, reports)),
         "verdict": run.verdict,
-        "summary": summary_text(report),
+        "summary": "; ".join(filter(None, (summary_text(report), _gaps_text(report)))),
         "problems": cut.notes(run.problems),
         "notes": cut.notes((*run.notes, *report.get("notes", ()))),
         "facts": _facts(report, len(reports)),
         "self_test": self_test_text(report["canary"]),
         "subjects": subjects,
         "more_subjects": len(reports) - len(shown),
+        "gaps": [
+            {
+                "number": number,
+                "name": cut.text(gap["subject"]),
+                **gap_panel(gap, cut.text),
+            }
+            for number, gap in enumerate(report.get("gaps", ())[: detail.subjects], 1)
+        ],
         "table": _table(subjects, checks, cut),
         "situations": [
             {"name": cut.text(name), "number": number, "count": report["exercised"][name]}
@@ -201,6 +210,12 @@ def _title(report: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> s
     if len(names) > _NAMES and report["subject"] == ", ".join(names):
         return f"{len(names):,} subjects"
     return str(report["subject"])
+
+
+def _gaps_text(report: Mapping[str, Any]) -> str:
+    counts = Counter(gap["verdict"] for gap in report.get("gaps", ()))
+    named = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
+    return f"{counts.total():,} gap{'s' if counts.total() > 1 else ''}: {named}" if counts else ""
 
 
 def _facts(report: Mapping[str, Any], subjects: int) -> list[tuple[str, str]]:
