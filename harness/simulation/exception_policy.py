@@ -2,7 +2,7 @@
 
 What a subject raises is an outcome, whatever its class: also ``CancelledError``, ``GeneratorExit``
 and what is no ``Exception``. Only these propagate: the user's Ctrl-C, rollproof's own errors,
-``GivenUp``, and the cancellation of what is left when a run is over.
+``GivenUp``, and the cancellation, or the closing, of what is left when a run is over.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def reraise_foreign(error: BaseException) -> None:
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
             reraise_foreign(part)
-    elif isinstance(error, KeyboardInterrupt | GivenUp | RollproofError) or (
-        isinstance(error, asyncio.CancelledError) and _run_is_over()
+    elif (
+        isinstance(error, KeyboardInterrupt | GivenUp | RollproofError)
+        or (isinstance(error, asyncio.CancelledError) and _run_is_over())
+        or (isinstance(error, GeneratorExit) and not _loop_runs())
     ):
         raise error
 
@@ -86,6 +88,15 @@ def _close_unstarted(error: BaseException | None) -> None:
                     value.close()
             traceback = traceback.tb_next
         error = error.__context__
+
+
+def _loop_runs() -> bool:
+    """Return whether a loop is running: it is not when a coroutine that was left is closed."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run_is_over() -> bool:

@@ -162,6 +162,7 @@ class _Run:
             async with limit:
                 await _maybe(getattr(self.subject, method)(*args))
         except BaseException as error:
+            reraise_foreign(error)
             if limit.expired():
                 raise SubjectError(
                     f"{self.name}: `{method}` never ended: the virtual deadline of"

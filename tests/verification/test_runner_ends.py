@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import sys
 from typing import Any
 
@@ -155,3 +157,27 @@ def test_a_subject_that_cancels_every_task_is_told() -> None:
 
     with pytest.raises(SubjectError, match="cancels tasks that it did not start"):
         run_case(type("Cancels", (AsSampled,), {"rollout": cancels}), CASE)
+
+
+@pytest.mark.parametrize("method", ["rollout", "start", "stop", "to_record", "gauges"])
+def test_what_never_ends_leaves_nothing_to_collect(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subject that ignores its cancellation is left behind, and closed with its run: Python would
+    close it in some later test, and report there what it raises.
+    """
+
+    async def never_ends(self: AsSampled, *_args: Any) -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e9)
+
+    reported: list[str] = []
+    monkeypatch.setattr(
+        "sys.unraisablehook", lambda unraisable: reported.append(repr(unraisable.exc_value))
+    )
+    with contextlib.suppress(SubjectError):
+        run_case(type("Endless", (AsSampled,), {method: never_ends}), CASE)
+    gc.collect()
+
+    assert [] == reported
