@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from rollproof.cli.completions import complete_checks
 from rollproof.cli.output import JsonTarget, Output
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check
@@ -23,7 +24,12 @@ __all__ = ["checks"]
 def checks(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="Checks or families.", show_default=False),
+        typer.Argument(
+            metavar="[ID]...",
+            help="Checks or families.",
+            show_default=False,
+            autocompletion=complete_checks,
+        ),
     ] = None,
     json_target: JsonTarget = None,
 ) -> int:

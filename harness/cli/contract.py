@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from rich.table import Table
 
+from rollproof.cli.completions import complete_flavours, complete_presets
 from rollproof.cli.named_targets import subject_target
 from rollproof.cli.output import JsonTarget, Meter, Output
 from rollproof.contracts.presets import PRESETS, preset_named
@@ -35,11 +36,23 @@ contract_commands: typer.Typer = typer.Typer(
 @contract_commands.command()
 def show(
     like: Annotated[
-        str, typer.Argument(metavar="STACK", help=f"{', '.join(PRESETS)}.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="STACK",
+            help=f"{', '.join(PRESETS)}.",
+            show_default=False,
+            autocompletion=complete_presets,
+        ),
     ],
     engine: Annotated[
         str | None,
-        typer.Option("--engine", metavar="FLAVOUR", help="The engine.", show_default=False),
+        typer.Option(
+            "--engine",
+            metavar="FLAVOUR",
+            help="The engine.",
+            show_default=False,
+            autocompletion=complete_flavours,
+        ),
     ] = None,
     routes: Annotated[
         bool | None,

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from rollproof.cli.completions import complete_flavours, complete_presets
 from rollproof.cli.output import Output
 from rollproof.contracts.presets import PRESETS, preset_named
 from rollproof.core.error_text import describe_error
@@ -56,6 +57,7 @@ def init(
             metavar="STACK",
             help=f"The stack whose promises the contract starts from: {', '.join(PRESETS)}.",
             show_default="verl, or asked",
+            autocompletion=complete_presets,
         ),
     ] = None,
     engine: Annotated[
@@ -65,6 +67,7 @@ def init(
             metavar="FLAVOUR",
             help="The engine that the rollouts use: vllm, sglang, ...",
             show_default="the stack's",
+            autocompletion=complete_flavours,
         ),
     ] = None,
     routes: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from rollproof.cli.completions import complete_known_bugs
 from rollproof.cli.output import JsonTarget, Meter, Output
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
@@ -23,7 +24,12 @@ __all__ = ["known_bugs"]
 def known_bugs(
     only: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="Only these bugs.", show_default=False),
+        typer.Argument(
+            metavar="[ID]...",
+            help="Only these bugs.",
+            show_default=False,
+            autocompletion=complete_known_bugs,
+        ),
     ] = None,
     json_target: JsonTarget = None,
     report: Annotated[

@@ -17,6 +17,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from rollproof.cli.completions import complete_checks
 from rollproof.cli.safe_stdio import stdout_failure
 from rollproof.core.files import check_target, keep_text, write_or_keep
 from rollproof.core.progress import Progress
@@ -58,7 +59,12 @@ Github: TypeAlias = Annotated[
 ]
 Only: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="ID", help="Only this check or family; may be repeated."),
+    typer.Option(
+        "--only",
+        metavar="ID",
+        help="Only this check or family; may be repeated.",
+        autocompletion=complete_checks,
+    ),
 ]
 Verbose: TypeAlias = Annotated[
     bool,

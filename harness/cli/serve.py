@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollproof.cli.completions import complete_flavours
 from rollproof.cli.run_served import run_served, split_command
 from rollproof.core.case import EngineOptions, Model
 from rollproof.core.files import check_target
@@ -39,7 +40,12 @@ def serve(
     ] = 0,
     flavour: Annotated[
         str | None,
-        typer.Option("--flavour", metavar="NAME", help="Release to emulate; default: the newest."),
+        typer.Option(
+            "--flavour",
+            metavar="NAME",
+            help="Release to emulate; default: the newest.",
+            autocompletion=complete_flavours,
+        ),
     ] = None,
     layers: Annotated[
         int | None,

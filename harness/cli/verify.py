@@ -9,6 +9,12 @@ from typing import Annotated, Any, Self
 
 import typer
 
+from rollproof.cli.completions import (
+    complete_engines,
+    complete_flavours,
+    complete_profiles,
+    complete_stacks,
+)
 from rollproof.cli.named_targets import (
     Target,
     engine_target,
@@ -41,6 +47,7 @@ def verify(
             "--stack",
             metavar="NAME[==VERSION]",
             help="Judge a released framework that is installed here.",
+            autocompletion=complete_stacks,
         ),
     ] = None,
     part: Annotated[
@@ -87,6 +94,7 @@ def verify(
             "--engine",
             metavar="NAME",
             help="Judge a rollout engine: vllm, sglang (installed here), fake-FLAVOUR.",
+            autocompletion=complete_engines,
         ),
     ] = None,
     model: Annotated[
@@ -100,11 +108,20 @@ def verify(
     flavour: Annotated[
         list[str] | None,
         typer.Option(
-            "--flavour", metavar="NAME", help="Only this engine flavour; may be repeated."
+            "--flavour",
+            metavar="NAME",
+            help="Only this engine flavour; may be repeated.",
+            autocompletion=complete_flavours,
         ),
     ] = None,
     profile: Annotated[
-        str, typer.Option("--profile", metavar="NAME", help="How much is run: pr, nightly or soak.")
+        str,
+        typer.Option(
+            "--profile",
+            metavar="NAME",
+            help="How much is run: pr, nightly or soak.",
+            autocompletion=complete_profiles,
+        ),
     ] = "pr",
     seed: Annotated[
         int | None,

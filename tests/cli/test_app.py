@@ -123,3 +123,35 @@ def test_a_shell_completes_commands(
         monkeypatch.setenv(name, value)
     assert ExitCode.PASS == run([])
     assert ("known-bugs", "") == tuple(text.strip() for text in capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("verify --only rou", ["routes"]),
+        ("check --only routes.row", ["routes.rows"]),
+        ("checks stitch.tok", ["stitch.tokens"]),
+        ("known-bugs concat-on", ["concat-on-resume"]),
+        ("verify --stack ver", ["verl", "verifiers"]),
+        ("verify --flavour sglang-0.5.1", ["sglang-0.5.17"]),
+        ("verify --engine vllm-off", ["vllm-offline"]),
+        ("verify --profile n", ["nightly"]),
+        ("init --like sky", ["skyrl"]),
+        ("init g", ["gap"]),
+        ("contract show sky", ["skyrl"]),
+        ("verify --stack nosuch", []),
+    ],
+)
+def test_a_shell_completes_targets(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    offered: list[str],
+) -> None:
+    """Ids and names are offered as the values of arguments and options."""
+    monkeypatch.setenv("_ROLLPROOF_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"rollproof {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    assert ExitCode.PASS == run([])
+    captured = capfd.readouterr()
+    assert (offered, "") == (captured.out.split(), captured.err)
