@@ -117,6 +117,13 @@ class _AnswersCountedAsTurns(AsSampledLimits):
         return replace(declared, turns=(declared.turns or 0) + 1)
 
 
+class _LaterTurnsCut(AsSampled):
+    def next_budget(self, sample: PartialSample) -> int | None:
+        left = super().next_budget(sample)
+        # the tool loop builds the parameters of later turns from the engine's defaults
+        return left if left is None or not sample.turn else min(left, 2 - sample.turn_sampled)
+
+
 class _ToolOutputRetokenised(AsSampled):
     def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
         # as if the last token came back from text as another one
@@ -580,6 +587,17 @@ BUGS: tuple[KnownBug, ...] = (
         make=_ShrinkingLimit,
         cases=(ABORTED,),
         detected_by=("stitch.finish-length", "lifecycle.aborts-do-not-surface"),
+    ),
+    KnownBug(
+        id="later-turns-cut",
+        summary=(
+            "Every turn after an answer of the environment is sampled under a smaller max_tokens"
+            " than the caller's budget leaves."
+        ),
+        refs=("cf. SkyRL#406", "cf. verl#6404"),
+        make=_LaterTurnsCut,
+        cases=(case(model=Model(eos_every=6), requests=TURNS.requests, seed=1),),
+        detected_by=("stitch.turn-budget",),
     ),
     KnownBug(
         id="empty-abort-costs",

@@ -11,6 +11,7 @@ from rollproof.invariants.stitch import (
     logprobs,
     masks,
     samples,
+    turn_budgets,
 )
 from rollproof.judging.checks import Check
 
@@ -44,6 +45,7 @@ CHECKS: tuple[Check, ...] = (
     finish_reasons.stitch_finish_length,
     budgets.stitch_zero_token_segments,
     budgets.stitch_budget_used,
+    turn_budgets.stitch_turn_budget,
     declared_limits.stitch_limits_kept,
 )
 """The checks of the family, in the order of a report."""

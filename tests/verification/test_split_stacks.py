@@ -20,6 +20,7 @@ _OF_ANSWERS = {
     "lifecycle.cut-turns-not-answered",
     "stitch.environment-tokens",
     "stitch.mask-environment",
+    "stitch.turn-budget",
 }
 
 
