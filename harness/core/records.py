@@ -155,6 +155,8 @@ class Rollout:
     with a piece for each engine call. The record that is judged has copies of the types below.
 
     Attributes:
+        request_id: The id of its request, or a name of the stack's own: then samples of other
+            prompts have other names. ``""`` if samples have no name.
         response_ids: Sampled tokens and, in multi-turn rollouts, tokens of the environment
             (``loss_mask`` 0).
         logprobs: ``(response,)`` float64, with NaN for a missing one.

@@ -90,6 +90,7 @@ class _Run:
     ended: list[_Ended] = field(default_factory=list)
     later: dict[int, tuple[str, ...]] = field(default_factory=dict)
     pending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
 
     fleet: Fleet = field(init=False)
     recorder: Recorder = field(init=False)
@@ -343,12 +344,18 @@ class _Run:
                 f"{where} raised {describe_error_with_place(error)} on {type(native).__name__}."
             ) from error
         rollout = validate_rollout(rollout, where)
-        # A stack may name its samples as it likes. The id of another request of this case stays,
-        # for stitch.request-id to find.
-        names_a_request = any(
-            other.request_id == rollout.request_id for other in self.case.requests
-        )
-        return rollout if names_a_request else replace(rollout, request_id=request.request_id)
+        return replace(rollout, request_id=self._request_named(rollout.request_id, request))
+
+    def _request_named(self, name: str, request: Request) -> str:
+        """Return the request that the name of a sample stands for.
+
+        A stack may name its samples as it likes, and differently in each run, which a trace may
+        not depend on: such a name stands for the request whose sample had it first.
+        ``stitch.request-id`` finds the others that have it.
+        """
+        if not name or any(other.request_id == name for other in self.case.requests):
+            return name or request.request_id
+        return self.named.setdefault(name, request.request_id)
 
     async def _update(self, version: int | None) -> None:
         try:

@@ -78,7 +78,7 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
     """Compare the sample's id with those of the run's requests.
 
     Requests of a group share a prompt and may share an id. An id that no request has is the stack's
-    own choice.
+    own choice; a driven run replaces it by that of the request whose sample had it first.
     """
     rollout, request = view.rollout, view.request
     if rollout is None:
@@ -101,8 +101,8 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
         hint=(
             "Rewards and advantages are joined by id, so both requests get the wrong ones:"
             " results were matched in the order in which they ended, or a shared variable was"
-            " read after the next request had written it. A stack with its own numbering must"
-            " deliver the request's id, or one that no request has."
+            " read after the next request had written it. A stack with names of its own must"
+            " give samples of different prompts different ones, none of them a request's id."
         ),
     )
 

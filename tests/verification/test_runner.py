@@ -197,6 +197,35 @@ def test_the_id_of_another_request_is_kept(label: str, kept: str) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (("zzz", "zzz", "zzz"), ("r0", "r0", "r0")),
+        (("a", "b", "a"), ("r0", "r1", "r0")),
+        (("", "", ""), ("r0", "r1", "r2")),
+    ],
+    ids=["one name for all", "two samples of one name", "no names"],
+)
+def test_a_name_of_the_stacks_own_stands_for_the_request_that_had_it_first(
+    names: tuple[str, ...], kept: tuple[str, ...]
+) -> None:
+    """So that the trace does not depend on the name, and shows which samples share one."""
+
+    class Labels(AsSampled):
+        def to_record(self, native: Rollout) -> Rollout:
+            return replace(native, request_id=names[int(native.request_id[1:])])
+
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(7 + i, 8), max_tokens=4) for i in range(3)
+    )
+    events = run_case(Labels, replace(CASE, requests=requests, actions=())).events
+    assert dict(zip(("r0", "r1", "r2"), kept, strict=True)) == {
+        event.request_id: event.rollout and event.rollout.request_id
+        for event in events
+        if isinstance(event, Result)
+    }
+
+
 def test_a_sync_subject_is_accepted() -> None:
     """Every method may be sync; a rollout that returns nothing is a dropped sample."""
 
