@@ -216,8 +216,10 @@ def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
             ),
             where=record.place(),
             hint=(
-                "uint8 holds the ids of at most 256 experts (verl#7407, prime-rl#3051):"
-                " choose the type by the number of experts."
+                f"{stored.dtype} holds ids up to {np.iinfo(stored.dtype).max} (verl#7407,"
+                " prime-rl#3051): choose the type by the number of experts."
+                if stored.dtype.kind in "iu"
+                else f"Ids are whole numbers: store them in an integer type, not in {stored.dtype}."
             ),
         )
 

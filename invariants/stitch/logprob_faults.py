@@ -31,7 +31,9 @@ def describe_wrong_logprobs(
     return (
         _rounded(expected, actual, examined)
         or _shifted(expected, actual, examined)
+        or _zeros_replaced(expected, examined)
         or _constant(actual, examined)
+        or _tempered(view, expected, actual, examined)
         or _scaled(expected, actual, examined)
         or _other_version(view, actual, examined)
         or _other_request(view, actual, examined)
@@ -84,6 +86,35 @@ def _constant(actual: Sequence[float], examined: Sequence[int]) -> str:
         return f"All of them are {value:.6g}: a default in place of the engine's values."
     if value in (0.0, -9999.0):
         return f"{value:.6g} looks like a default in place of the engine's value."
+    return ""
+
+
+def _zeros_replaced(expected: Sequence[float], examined: Sequence[int]) -> str:
+    if any(expected[i] != 0 for i in examined):
+        return ""
+    return (
+        "All of them are exactly 0 in the engine's reply, the logprob of a certain token: a"
+        " condition such as `value or default` takes that for a missing one."
+    )
+
+
+def _tempered(
+    view: RequestView, expected: Sequence[float], actual: Sequence[float], examined: Sequence[int]
+) -> str:
+    """Return that the values were divided or multiplied by the temperature of the request."""
+    temperature = view.request.sampling.get("temperature")
+    if not isinstance(temperature, float) or temperature in (0.0, 1.0):
+        return ""
+    for factor, done in ((1 / temperature, "divided"), (temperature, "multiplied")):
+        if all(
+            expected[i] != 0 and abs(actual[i] / expected[i] - factor) <= 1e-4 * factor
+            for i in examined
+        ):
+            return (
+                f"They are the engine's values {done} by the request's temperature"
+                f" {temperature:g}. That scales logits, not logprobs; the contract says what the"
+                f" engine returns (logprobs={str(view.contract.logprobs)!r})."
+            )
     return ""
 
 

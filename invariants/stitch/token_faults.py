@@ -199,7 +199,8 @@ def _is_end(view: RequestView, tokens: tuple[int, ...]) -> bool:
 def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
     """Return which other request or lost reply these tokens come from."""
     for other in view.neighbours:
-        if contains(other.stitched.response_ids, tokens) and len(tokens) > 1:
+        long_enough = len(tokens) > 1 and contains(other.stitched.response_ids, tokens)
+        if long_enough or _is_sample_of(view, other):
             return (
                 f"Request {other.request.request_id} sampled these tokens: the replies of two"
                 " requests were mixed up."
@@ -217,6 +218,20 @@ def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
                     " way: the stack cannot have received them."
                 )
     return ""
+
+
+def _is_sample_of(view: RequestView, other: RequestView) -> bool:
+    """Return whether the sample is that of another request, to the last bit of its logprobs: a
+    token alone may be equal by chance.
+    """
+    rollout, stitched = view.rollout, other.stitched
+    return (
+        rollout is not None
+        and rollout.logprobs is not None
+        and bool(rollout.response_ids)
+        and rollout.response_ids == stitched.response_ids
+        and rollout.logprobs.tolist() == stitched.logprob_list
+    )
 
 
 def _attempt_at(view: RequestView, index: int) -> int | None:

@@ -269,6 +269,37 @@ class TestPaired:
         assert finding.title.startswith(title)
         assert hint in finding.hint
 
+    @pytest.mark.parametrize(
+        ("factor", "hint"),
+        [
+            (1 / 0.7, "engine's values divided by the request's temperature 0.7"),
+            (0.7, "engine's values multiplied by the request's temperature 0.7"),
+            (0.6, "Append tokens and logprobs together"),
+        ],
+    )
+    def test_the_temperature_of_the_request_is_recognised(self, factor: float, hint: str) -> None:
+        """In a single value, too, unless the factor is another number."""
+        value = np.array([-2.5])
+        part = ScriptedCall(tokens=(11,), reason="stop", output={"logprobs": value})
+        story = script_rollout(
+            part,
+            request={"sampling": {"temperature": 0.7}},
+            sample={"logprobs": value * factor},
+            logprobs="raw",
+        )
+        assert hint in finds(self.ID, story).hint
+
+    def test_a_replaced_zero_is_recognised(self) -> None:
+        """Only the certain token differs, as after `value or default`; next to another wrong value
+        it proves nothing.
+        """
+        returned, said = np.array([-2.5, 0.0]), "exactly 0 in the engine's reply"
+        part = ScriptedCall(tokens=(11, 12), reason="stop", output={"logprobs": returned})
+        wrong = script_rollout(part, sample={"logprobs": np.array([-2.5, -1e-4])})
+        assert said in finds(self.ID, wrong).hint
+        both = script_rollout(part, sample={"logprobs": np.array([-9.0, -1e-4])})
+        assert said not in finds(self.ID, both).hint
+
     def test_values_of_another_request_are_traced_back(self) -> None:
         """Two replies were mixed up."""
         theirs = np.array([-3.0, -4.0])

@@ -356,6 +356,20 @@ class TestTokens:
             == finding.hint
         )
 
+    @pytest.mark.parametrize("own", [-3.0, -4.0])
+    def test_a_sample_of_one_token_is_traced_back_by_its_logprob(self, own: float) -> None:
+        """A token alone may be equal by chance; with the logprob of another request's it is not."""
+        theirs = np.array([-3.0])
+        part = ScriptedCall(tokens=(41,), reason="stop", output={"logprobs": theirs})
+        story = script_rollout(part, request_id="r1", prompt=(3, 4), sample={"logprobs": theirs})
+        swapped = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop"),
+            sample={"response": (41,), "logprobs": np.array([own])},
+            script=story,
+        )
+        traced = "Request r1 sampled these tokens" in finds(self.ID, swapped).hint
+        assert (own == -3.0) == traced
+
     def test_tokens_of_a_lost_reply_are_traced_back(self) -> None:
         """What never arrived cannot stand in the sample."""
         parts = (
