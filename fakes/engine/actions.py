@@ -188,6 +188,10 @@ async def _abort(fired: FiredAction) -> None:
     await fired.server.abort_call(fired.call.call_id)
 
 
+async def _abort_handle(fired: FiredAction) -> None:
+    await fired.server.abort_handle(fired.call.call_id)
+
+
 async def _sync(fired: FiredAction) -> None:
     await fired.fleet.update(fired.fleet.train)
 
@@ -319,4 +323,5 @@ _EFFECTS: Mapping[ActionKind, Callable[[FiredAction], Coroutine[Any, Any, None] 
     ActionKind.LEAVE: _leave,
     ActionKind.DROP_ROUTES: _drop_routes,
     ActionKind.DROP_LOGPROBS: _drop_logprobs,
+    ActionKind.ABORT_HANDLE: _abort_handle,
 }

@@ -204,19 +204,35 @@ class FakeEngine:
         Their callers get the tokens so far.
         """
         self._refuse_dead()
-        by_prefix = self.flavour.abort_by_prefix and wanted
-        hit = [
-            call
-            for call in self.in_flight
-            if wanted == "*" or call.rid == wanted or (by_prefix and call.rid.startswith(wanted))
-        ]
-        return await self._abort(wanted, hit)
+        return await self._abort(wanted, self._named(wanted))
 
     async def abort_call(self, call_id: int) -> tuple[int, ...]:
         """End one call, by its id in the trace, if it is in flight; what a case's abort does."""
         self._refuse_dead()
         hit = [call for call in self.in_flight if call.call_id == call_id]
-        return await self._abort(hit[0].rid if hit else f"call-{call_id}", hit, injected=True)
+        return await self._abort(
+            hit[0].rid if hit else _made_up_handle(call_id), hit, injected=True
+        )
+
+    async def abort_handle(self, call_id: int) -> tuple[int, ...]:
+        """End every call with the handle of one in flight, as an operator's abort does.
+
+        A call without a handle of the stack's own ends alone.
+        """
+        own = _made_up_handle(call_id)
+        wanted = next((call.rid for call in self.in_flight if call.call_id == call_id), own)
+        if wanted == own:
+            return await self.abort_call(call_id)
+        self._refuse_dead()
+        return await self._abort(wanted, self._named(wanted), injected=True)
+
+    def _named(self, wanted: str) -> list[InflightCall]:
+        by_prefix = self.flavour.abort_by_prefix and wanted
+        return [
+            call
+            for call in self.in_flight
+            if wanted == "*" or call.rid == wanted or (by_prefix and call.rid.startswith(wanted))
+        ]
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
         """Stop admitting, treat the calls in flight as ``mode`` says, and return when that is done.
@@ -422,7 +438,7 @@ class FakeEngine:
             call_id=call.call_id,
             request_id=request_id,
             server_id=self.server_id,
-            rid=rid or f"call-{call.call_id}",
+            rid=rid or _made_up_handle(call.call_id),
             ids=list(call.prompt_ids),
             prompt_len=length,
             limit=(
@@ -558,3 +574,8 @@ class FakeEngine:
 
 def _scalar(value: Any) -> Scalar:
     return value if value is None or isinstance(value, (int, float, str, bool)) else repr(value)
+
+
+def _made_up_handle(call_id: int) -> str:
+    """Return the handle of a call to which its caller gave none."""
+    return f"call-{call_id}"

@@ -65,6 +65,8 @@ class ActionKind(StrEnum):
     """The reply of the triggering call comes without routes."""
     DROP_LOGPROBS = "drop-logprobs"
     """The reply of the triggering call comes without logprobs."""
+    ABORT_HANDLE = "abort-handle"
+    """Abort by the handle of the triggering request's call, which ends every call that has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

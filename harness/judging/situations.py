@@ -46,6 +46,7 @@ _DISTRIBUTION = (
     "frequency_penalty",
 )
 _MANY = 64
+_IN_A_ROW = 3
 _DEEP = -32.0
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT)
 # Calls frozen by these pauses continue after the resume; an aborting pause ends them.
@@ -56,6 +57,9 @@ _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 class _OpenRequest:
     """A request that has not ended: its calls, the versions that sampled a token of it, in order,
     and how its last reply ended and what it lacked.
+
+    empty: How many of its last replies were aborts without tokens.
+    unbegun: Whether the environment spoke last, so that no token of the turn has been sampled.
     """
 
     request: Request
@@ -63,7 +67,9 @@ class _OpenRequest:
     versions: list[Version] = field(default_factory=list)
     aborted: bool = False
     aborts: int = 0
+    empty: int = 0
     turns: int = 0
+    unbegun: bool = False
     reason: FinishReason | None = None
     lacks: tuple[str, ...] = ()
 
@@ -292,6 +298,13 @@ class SituationCounter:
         request.reason = FinishReason.STOP if ended else reply.output.finish_reason
         request.aborted = reply.output.finish_reason is FinishReason.ABORT
         request.aborts += request.aborted
+        sampled_none = not reply.output.token_ids
+        request.empty = request.empty + 1 if request.aborted and sampled_none else 0
+        if request.empty == _IN_A_ROW:
+            self._add("requests aborted three times in a row without a token")
+        if request.empty and request.unbegun:
+            self._add("aborts before the first token of a later turn")
+        request.unbegun = request.unbegun and sampled_none
         before, sampled = len(request.versions), 0
         # Recordings have no true versions: the shown spans are the next best.
         for span in reply.true_tokens if reply.true_tokens is not None else reply.output.spans:
@@ -350,6 +363,7 @@ class SituationCounter:
         request = self._requests.get(event.request_id)
         if request is not None:
             request.turns += 1
+            request.unbegun = True
             if request.reason in _CUT:
                 self._add("answers of the environment after a cut turn")
 

@@ -49,6 +49,16 @@ def _three_versions() -> TraceScript:
     return script.reply(call, (5, 6), version=2).result((3, 4, 5, 6))  # type: ignore[return-value]
 
 
+def _empty_aborts(*before: int, count: int) -> TraceScript:
+    """Aborts without a token, after words of the environment if there are any."""
+    script = _ended("stop", (3,))
+    if before:
+        script.observe(*before)
+    for _ in range(count):
+        script.reply(script.call((1, 2, 3, *before)), (), reason="abort")
+    return script
+
+
 def _in_single_call() -> TraceScript:
     script = _teller()
     call = script.call((1, 2))
@@ -116,6 +126,12 @@ def _running() -> TraceScript:
         (lambda: _aborted((3,), admitted=False), "aborts mid-decode", 1),
         (lambda: _aborted((3, 4, 5, 6)), "aborts on the last token", 1),
         (lambda: _aborted(()), "zero-token segments", 1),
+        (
+            lambda: _empty_aborts(count=3),
+            "requests aborted three times in a row without a token",
+            1,
+        ),
+        (lambda: _empty_aborts(9, count=2), "aborts before the first token of a later turn", 2),
         (lambda: _teller().abort(wanted="gone"), "aborts of nothing in flight", 1),
         (_two_versions, "resumes", 1),
         (_two_versions, "resumes across a weight version", 1),
@@ -159,6 +175,18 @@ def _running() -> TraceScript:
 def test_a_situation_is_counted(tell: Callable[[], TraceScript], name: str, count: int) -> None:
     """Each situation by the trace that shows it."""
     assert count == _counts(tell().trace()).get(name), _counts(tell().trace())
+
+
+def test_aborts_without_a_token_are_in_a_row_until_a_token_comes() -> None:
+    """Two of them, a token and another two are no three, and with a token the turn has begun."""
+    script = _empty_aborts(9, count=2)
+    script.reply(script.call((1, 2, 3, 9)), (4,), reason="abort")
+    for _ in range(2):
+        script.reply(script.call((1, 2, 3, 9, 4)), (), reason="abort")
+    counts = _counts(script.trace())
+    assert 4 == counts["zero-token segments"]
+    assert 2 == counts["aborts before the first token of a later turn"]
+    assert "requests aborted three times in a row without a token" not in counts
 
 
 def test_weights_that_a_server_starts_with_are_no_update() -> None:

@@ -62,7 +62,7 @@ STEPS = {
     faulty_callers.FirstSiblingEndsAll: 1,
     faulty_callers.TimeoutLeavesTheCall: 5,
     faulty_updates.BusyServersLater: 5,
-    faulty_updates.UnlabelledTwiceIsOnce: 5,
+    faulty_updates.UnlabelledTwiceIsOnce: 1,
     faulty_updates.StaleWhenDelivered: 5,
 }
 BATCHES = {

@@ -26,6 +26,9 @@ _PROMPT = (11, 12)
 _ANSWERS = ((201, 202), (203,))
 _MANY_REQUESTS = 64
 _MANY_ABORTS = 12
+_EMPTY_ABORTS = 4
+_LONG_TURN = 64
+"""The tokens of a turn that only its budget ends."""
 _SLOW = EngineOptions(transfer_steps=4)
 _GROUPS = (2, 3, 5, 8)
 _PARAMETERS: tuple[Mapping[str, Scalar], ...] = (
@@ -280,11 +283,30 @@ def _many_aborts(corner: _Corner) -> Iterator[Case]:
     places = sorted(i % corner.budget for i in range(_MANY_ABORTS))
     if not corner.aborts_end:
         yield corner.case(*(_act(ActionKind.ABORT, place) for place in places))
+        # in a row, all but the first before the next token: only tries without a token count then
+        for place in (0, corner.budget // 2):
+            yield corner.case(*(_act(ActionKind.ABORT, place) for _ in range(_EMPTY_ABORTS)))
     # a bound on staleness may well end a request that outlives so many updates
     if corner.contract.max_staleness is None and not (
         corner.aborts_end and corner.mode is PauseMode.ABORT
     ):
         yield corner.case(*(_act(ActionKind.SYNC, place) for place in places))
+
+
+def _unlabelled_updates(corner: _Corner) -> Iterator[Case]:
+    """Update twice without a label, with a request after both: nothing but the weights differs."""
+    if corner.contract.max_staleness is not None:
+        return
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(31 + i, *_PROMPT), max_tokens=corner.budget)
+        for i in range(3)
+    )
+    yield corner.case(
+        _act(ActionKind.SYNC_UNLABELLED, 1, "r0"),
+        _act(ActionKind.SYNC_UNLABELLED, 1, "r1"),
+        requests=requests,
+        arrivals=(0.0, 30.0, 60.0),
+    )
 
 
 def _slow_updates(corner: _Corner) -> Iterator[Case]:
@@ -351,6 +373,29 @@ def _balancing(corner: _Corner) -> Iterator[Case]:
     yield corner.case(_act(ActionKind.SKEW, 1), *moves, **pair)
 
 
+def _missed_update(corner: _Corner) -> Iterator[Case]:
+    """A server is down during an update, comes back with older weights, and is there at the next
+    update and at the calls after it.
+    """
+    # a server that is back has older weights than a bound on staleness may allow
+    if corner.contract.max_staleness is not None or corner.aborts_end:
+        return
+    # Which server a stack calls may depend on the prompt and on what came before.
+    arrivals = (0.0, 30.0, 60.0, 61.0, 62.0, 63.0)
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(31 + i, *_tokens(1 + i)), max_tokens=corner.budget)
+        for i in range(len(arrivals))
+    )
+    yield corner.case(
+        _act(ActionKind.KILL, 1, server="s0", steps=12),
+        _act(ActionKind.SYNC, 1),
+        _act(ActionKind.SYNC, 1, "r1"),
+        requests=requests,
+        arrivals=arrivals,
+        servers=2,
+    )
+
+
 def _preempted_aborts(corner: _Corner) -> Iterator[Case]:
     """Preempt a call that has sampled, and abort it while it waits again, next to complete replies:
     SGLang then answers without routes.
@@ -388,7 +433,7 @@ def _gaps(corner: _Corner) -> Iterator[Case]:
 
 def _cut_turns(corner: _Corner) -> Iterator[Case]:
     """Cut the first turn at the budget, and the second one, while answers are left. Abort the first
-    one where room is left for an answer.
+    one where room is left for an answer, and later ones before their first token.
     """
     if not corner.contract.multi_turn:
         return
@@ -399,6 +444,38 @@ def _cut_turns(corner: _Corner) -> Iterator[Case]:
     ending = replace(corner.model, eos_every=1)
     for budget in (3, 4, 5):
         yield corner.case(budget=budget, turns=_ANSWERS, model=ending)
+    # before the second turn and before the last one, also twice
+    for places in ((1,), (1, 1), (2, 2)):
+        empty = (_act(ActionKind.ABORT, place, queued=True) for place in places)
+        yield corner.case(*empty, budget=12, turns=_ANSWERS, model=ending)
+
+
+def _long_turns(corner: _Corner) -> Iterator[Case]:
+    """Let the second turn be much longer than the first one, so that only its budget ends it."""
+    if not corner.contract.multi_turn or not corner.limits.allow_answers:
+        return
+    model = replace(corner.model, eos_every=_LONG_TURN // 2)
+    answer = _ANSWERS[0]
+    for seed in range(corner.seed, corner.seed + 1000):
+        policy = CodedPolicy.from_model(model, seed)
+        first = _until_end(policy, _PROMPT, 3)
+        if first is None:
+            continue
+        if _until_end(policy, (*_PROMPT, *first, *answer), _LONG_TURN) is None:
+            budget = len(first) + len(answer) + _LONG_TURN
+            yield corner.case(budget=budget, turns=(answer,), model=model, seed=seed)
+            return
+
+
+def _until_end(policy: CodedPolicy, context: tuple[int, ...], most: int) -> tuple[int, ...] | None:
+    """Return the turn that follows ``context``; ``None`` if it has more than ``most`` tokens."""
+    state, tokens = policy.start_state(context), []
+    while len(tokens) < most:
+        tokens.append(policy.next_token(0, state))
+        if tokens[-1] == policy.eos_id:
+            return tuple(tokens)
+        state = policy.extend(state, tokens[-1])
+    return None
 
 
 def _empty_text(corner: _Corner) -> Iterator[Case]:
@@ -561,7 +638,12 @@ def _groups(corner: _Corner) -> Iterator[Case]:
             for i in range(size)
         )
         last = requests[-1].request_id
-        for actions in ((), (_act(ActionKind.ABORT, half, last),), (_act(ActionKind.SYNC, half),)):
+        for actions in (
+            (),
+            (_act(ActionKind.ABORT, half, last),),
+            (_act(ActionKind.ABORT_HANDLE, half, last),),
+            (_act(ActionKind.SYNC, half),),
+        ):
             yield corner.case(*actions, requests=requests, servers=1 + size % 2)
 
 
@@ -571,11 +653,14 @@ _FAMILIES: Mapping[str, _Family] = {
     "end token inside": _end_token_inside,
     "many requests": _many_requests,
     "many aborts": _many_aborts,
+    "unlabelled updates": _unlabelled_updates,
     "slow updates": _slow_updates,
     "balancing": _balancing,
+    "missed update": _missed_update,
     "preempted aborts": _preempted_aborts,
     "replies with gaps": _gaps,
     "cut turns": _cut_turns,
+    "long turns": _long_turns,
     "empty text": _empty_text,
     "declared limits": _declared_limits,
     "sampling parameters": _sampling,

@@ -50,6 +50,7 @@ _UPDATES = (
 _COVERED_ELSEWHERE = frozenset(
     {
         ActionKind.ABORT,
+        ActionKind.ABORT_HANDLE,
         ActionKind.SYNC,
         ActionKind.LAG,
         ActionKind.LEAVE,

@@ -47,6 +47,7 @@ _PLAIN = {
     "prompts with the end token inside",
     "64 requests at once",
     "requests aborted more than ten times",
+    "requests aborted three times in a row without a token",
     "weight transfers of several steps",
     "pauses that take effect later",
     "replicas that left the balancer",
@@ -57,7 +58,11 @@ _PLAIN = {
     "requests with top-p, top-k, min-p or penalties",
     "equal requests of a group",
 }
-_TURNS = {"responses with the end token inside", "turns cut with answers left"}
+_TURNS = {
+    "responses with the end token inside",
+    "turns cut with answers left",
+    "aborts before the first token of a later turn",
+}
 _LIMITED = {
     "answers of the environment after a cut turn",
     "replies without routes",
@@ -142,6 +147,7 @@ def test_a_turn_is_cut_where_the_environment_has_room_for_an_answer() -> None:
         for action in case.actions
         if action.do is ActionKind.ABORT
         and action.when.tokens
+        and not action.when.queued
         and (request.budget or 0) > action.when.tokens + len(request.turns[0])
     ]
 
@@ -486,6 +492,52 @@ class _OneReplyForAGroup(AsSampled):
         return None if done is None else replace(done, request_id=request.request_id)
 
 
+class _GivesUpAfterThree(AsSampled):
+    """Takes three replies without tokens in a row for the end."""
+
+    async def run(self, sample: PartialSample) -> bool:
+        self.chosen = replace(self.chosen, patience=3)
+        try:
+            return await super().run(sample)
+        except RuntimeError:
+            sample.finish = FinishReason.LENGTH
+            return True
+
+
+class _EndsAtAnEmptyTurn(AsSampledTurns):
+    """Takes two aborts before the first token of a later turn for an empty turn."""
+
+    empty = 0
+
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
+        self.empty = self.empty + 1 if sample.turn and not sample.turn_sampled else 0
+        return FinishReason.STOP if self.empty > 1 else super().finish_reason(sample, output)
+
+
+class _CutsLaterTurns(AsSampledTurns):
+    """Requests at most 48 tokens after an answer of the environment."""
+
+    def next_budget(self, sample: PartialSample) -> int | None:
+        left = super().next_budget(sample)
+        return left if left is None or not sample.turn else min(left, 48 - sample.turn_sampled)
+
+
+class _SharesHandles(AsSampled):
+    """Names the calls of a group by the group."""
+
+    def handle(self, sample: PartialSample) -> str:
+        return sample.request.group or super().handle(sample)
+
+
+class _ForgetsDeadServers(AsSampled):
+    """Takes a server that is down at an update off the list, for good."""
+
+    async def update_weights(self, version: int | None) -> None:
+        gone: set[str] = self.__dict__.setdefault("gone", set())
+        gone.update(name for name, server in self.fleet.servers.items() if not server.alive)
+        await self.fleet.sync(version, servers=set(self.fleet.servers) - gone)
+
+
 def _blamed(factory: SubjectFactory, cases: Iterator[Case]) -> set[str]:
     return {check for case in cases for check in judge(run_case(factory, case), _REGISTRY).failed}
 
@@ -499,6 +551,11 @@ def _blamed(factory: SubjectFactory, cases: Iterator[Case]) -> set[str]:
         (_StripsPadding, "end token inside", "stitch.resume-prompt"),
         (_HasFewSlots, "many requests", "stitch.tokens"),
         (_GivesUpAfterTen, "many aborts", "stitch.finish-length"),
+        (_GivesUpAfterThree, "many aborts", "stitch.finish-length"),
+        (_EndsAtAnEmptyTurn, "cut turns", "stitch.finish-reason"),
+        (_CutsLaterTurns, "long turns", "stitch.turn-budget"),
+        (_SharesHandles, "groups", "lifecycle.abort-hits-target"),
+        (_ForgetsDeadServers, "missed update", "weights.update-loads"),
         (_ResetsBeforeThePause, "slow updates", "weights.no-stale-cache"),
         (_WaitsOneStep, "slow updates", "weights.no-stale-cache"),
         (_TakesVersionsForSorted, "balancing", "versions.min-max"),
