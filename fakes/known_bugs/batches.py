@@ -58,6 +58,26 @@ class _BatchFilledWithCopies(Collator):
         return super().collate([*samples, *samples[:1] * (-len(samples) % 4)])
 
 
+class _BatchCutToWidth(Collator):
+    """Cuts samples at 16 tokens."""
+
+    def collate(self, samples: list[Rollout]) -> CollatedBatch:
+        return super().collate([self._cut(sample) for sample in samples])
+
+    def _cut(self, sample: Rollout) -> Rollout:
+        over = sample.total - 16
+        if over <= 0:
+            return sample
+        left = len(sample.response_ids) - over
+        return replace(
+            sample,
+            response_ids=sample.response_ids[:left],
+            logprobs=None if sample.logprobs is None else sample.logprobs[:left],
+            loss_mask=None if sample.loss_mask is None else sample.loss_mask[:left],
+            routes=None if sample.routes is None else sample.routes[:-over],
+        )
+
+
 class _BatchWrongPrefix(Collator):
     """Places the tokens as if every prompt were one token longer."""
 
@@ -363,6 +383,14 @@ BUGS: tuple[KnownBug, ...] = (
         kind="batches",
         make=_BatchFilledWithCopies,
         detected_by=("batch.complete",),
+    ),
+    KnownBug(
+        id="batch-cut-to-width",
+        summary="Samples that are longer than a line are cut, and nobody is told.",
+        refs=("cf. SkyRL#406",),
+        kind="batches",
+        make=_BatchCutToWidth,
+        detected_by=("batch.tokens",),
     ),
     KnownBug(
         id="batch-wrong-prefix",

@@ -18,6 +18,10 @@ from rollproof.core.records import FinishReason, IntArray, Rollout
 __all__ = ["BatchCase", "batch_cases"]
 
 _LENGTHS = ((3, 4), (1, 6), (5, 1), (4, 4))
+_LONG = (12, 44)
+"""A sample that is longer than a small fixed width. Adapters of packers hold lines of 64 tokens."""
+_APART = 32
+"""Samples begin at multiples of this many token ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,7 @@ class _Maker:
         self._contract = contract
         self._random = np.random.default_rng(seed)
         self._made = 0
+        self._first = 10
 
     def sample(self, prompt: int, response: int, *, largest: bool = False) -> Rollout:
         """Make a sample with this many prompt and response tokens.
@@ -53,8 +58,8 @@ class _Maker:
         ``largest`` draws experts from the upper end of their range.
         """
         contract = self._contract
-        first = 10 + 32 * self._made
-        ids = tuple(range(first, first + prompt + response))
+        ids = tuple(range(self._first, self._first + prompt + response))
+        self._first += _APART * (1 + (prompt + response) // _APART)
         name = f"r{self._made}"
         self._made += 1
         logprobs = -np.arange(1, response + 1, dtype=np.float64) * 0.0371 - 0.0113 * self._made
@@ -154,6 +159,9 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
                 _without_logprob(sample, contract) for sample in make.batch((3, 4), (2, 5))
             ),
         )
+    yield BatchCase(
+        name="a long sample among short ones", samples=tuple(make.batch((3, 4), _LONG, (2, 5)))
+    )
     # Llama and GPT-2 have no padding token of their own: stacks pad with the end of sequence.
     short, long, plain = make.batch((3, 4), (4, 6), (2, 3))
     pad = contract.pad_id or 0

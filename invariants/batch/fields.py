@@ -22,12 +22,17 @@ __all__ = [
     "batch_tokens",
 ]
 
+_SHORT = 16
+"""Tokens of prompt and response for which every conversion has room."""
 _NEEDS = "Batch events (a BatchSubject, judged by rollproof.verification.batches)"
 
 
 @batch_check(
     "batch.accepts",
-    promise="Well-formed samples are converted, whatever their lengths.",
+    promise=(
+        "Well-formed samples are converted, whatever their lengths. One of more than 16 tokens may"
+        " be refused, but not cut: a stack may have a width of its own."
+    ),
     needs=_NEEDS,
     exercised_by="well-formed batches",
 )
@@ -36,6 +41,8 @@ def batch_accepts(batch: Conversion, out: Collector) -> None:
     event = batch.event
     # Malformed and mixed batches may be refused: batch.refuses and batch.mixed judge them.
     if event.defect or batch.mixed:
+        return
+    if event.refused is not None and any(sample.total > _SHORT for sample in event.samples):
         return
     out.exercised("well-formed batches")
     if event.refused is not None:
@@ -152,7 +159,11 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
             observed=observed,
             where=batch.place(placed.sample),
             hint=(
-                "Padding side, attention mask and tokens must agree; rows must not be"
+                "The sample was cut to a width without a word: refuse it, or count it where it can"
+                " be seen."
+                if 0 < len(row_tokens) < len(placed.tokens)
+                and row_tokens == list(placed.tokens[: len(row_tokens)])
+                else "Padding side, attention mask and tokens must agree; rows must not be"
                 " exchanged between samples."
             ),
         )

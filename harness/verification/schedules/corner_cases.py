@@ -469,7 +469,8 @@ def _long_turns(corner: _Corner) -> Iterator[Case]:
 
 def _until_end(policy: CodedPolicy, context: tuple[int, ...], most: int) -> tuple[int, ...] | None:
     """Return the turn that follows ``context``; ``None`` if it has more than ``most`` tokens."""
-    state, tokens = policy.start_state(context), []
+    state = policy.start_state(context)
+    tokens: list[int] = []
     while len(tokens) < most:
         tokens.append(policy.next_token(0, state))
         if tokens[-1] == policy.eos_id:

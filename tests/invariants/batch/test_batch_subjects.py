@@ -102,3 +102,44 @@ def test_cases_say_what_is_wrong_with_them() -> None:
                 and (sample.loss_mask is not None and len(sample.loss_mask) == response)
             )
             assert sound == (sample.request_id != case.defective)
+
+
+def _width(limit: int, *, cuts: bool = False) -> type[Padder]:
+    """Return a conversion whose lines hold ``limit`` tokens of a sample."""
+
+    class Narrow(Padder):
+        prompt_width, response_width = 16, 48
+
+        def collate(self, samples: list[Rollout]) -> list[BatchRow]:
+            if max(sample.total for sample in samples) <= limit:
+                return super().collate(samples)
+            if not cuts:
+                raise ValueError(f"a line holds {limit} tokens")
+            return super().collate([self._cut(sample) for sample in samples])
+
+        def _cut(self, sample: Rollout) -> Rollout:
+            left = limit - len(sample.prompt_ids)
+            return replace(
+                sample,
+                response_ids=sample.response_ids[:left],
+                logprobs=None if sample.logprobs is None else sample.logprobs[:left],
+                loss_mask=None if sample.loss_mask is None else sample.loss_mask[:left],
+                routes=None if sample.routes is None else sample.routes[: limit - 1],
+            )
+
+    return Narrow
+
+
+def _failed(factory: type[Padder]) -> dict[str, str]:
+    return {result.id: result.findings[0].hint for result in judge_batches(factory).failed}
+
+
+def test_a_long_sample_may_be_refused_and_not_cut() -> None:
+    """A width of the stack's own is its choice, from 16 tokens on; that a sample is cut to it
+    without a word is named.
+    """
+    assert {} == _failed(_width(16))
+    assert {"batch.accepts"} == set(_failed(_width(9)))
+    cut = _failed(_width(16, cuts=True))
+    assert {"batch.tokens"} == set(cut)
+    assert cut["batch.tokens"].startswith("The sample was cut to a width without a word")
