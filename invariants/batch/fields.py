@@ -358,21 +358,32 @@ def _report_logprob(
     assert sample_values is not None
     position = len(placed.sample.prompt_ids) + int(wrong[0])
     matching = np.flatnonzero(np.isclose(sample_values, actual, rtol=2e-6, atol=1e-6))
-    if len(matching):
+    cause = ""
+    if np.isnan(sample_values[wrong[0]]):
+        hint = (
+            "0.0 is the logprob of a certain token, not of a missing value: keep NaN, or set the"
+            " loss mask of the token to 0."
+        )
+    elif len(matching):
         cause = f", which is that of token {len(placed.sample.prompt_ids) + int(matching[0])}"
+        hint = (
+            "Pad logprobs on the side on which the response is padded; where a line holds labels,"
+            " shift all fields or none."
+        )
+    # bfloat16 keeps two to three digits.
+    elif np.isclose(sample_values[wrong[0]], actual, rtol=1e-2):
+        cause = ", rounded"
+        hint = "Cast to float32, not to bfloat16 (slime #245)."
     else:
-        # bfloat16 keeps two to three digits (slime #245).
-        cause = ", rounded" if np.isclose(sample_values[wrong[0]], actual, rtol=1e-2) else ""
+        hint = (
+            "Carry the values as they are: clipping and defaults belong to the loss, if anywhere."
+        )
     out.finding(
         title,
         expected=f"{expected} at position {position}",
         observed=f"{actual:.6f}{cause}; so at {count(len(wrong), 'token')} of {len(sample_values)}",
         where=batch.place(placed.sample, position=position),
-        hint=(
-            "0.0 is the logprob of a certain token, not of a missing value. Cast to float32,"
-            " not to bfloat16 (slime #245), and pad logprobs on the side on which the response"
-            " is padded."
-        ),
+        hint=hint,
     )
 
 

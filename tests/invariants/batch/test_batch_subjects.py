@@ -143,3 +143,33 @@ def test_a_long_sample_may_be_refused_and_not_cut() -> None:
     cut = _failed(_width(16, cuts=True))
     assert {"batch.tokens"} == set(cut)
     assert cut["batch.tokens"].startswith("The sample was cut to a width without a word")
+
+
+def _with_logprobs(change: Callable[[np.ndarray], np.ndarray]) -> type[Padder]:
+    class Changed(Padder):
+        prompt_width, response_width = 16, 48
+
+        def row(self, sample: Rollout) -> BatchRow:
+            row = super().row(sample)
+            assert row.logprobs is not None
+            return replace(row, logprobs=change(row.logprobs))
+
+    return Changed
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (lambda values: np.roll(values, -1), "Pad logprobs on the side on which the response"),
+        (lambda values: values * (1 + 2**-9), "Cast to float32, not to bfloat16"),
+        (lambda values: np.maximum(values, -20.0), "Carry the values as they are"),
+    ],
+    ids=["shifted", "rounded", "clipped"],
+)
+def test_wrong_logprobs_are_explained_by_what_they_are(
+    change: Callable[[np.ndarray], np.ndarray], hint: str
+) -> None:
+    """The first wrong value shows whether it is that of another token, rounded, or another."""
+    failed = _failed(_with_logprobs(change))
+    assert {"batch.logprobs"} == set(failed)
+    assert failed["batch.logprobs"].startswith(hint)
