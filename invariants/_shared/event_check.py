@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from rollproof.judging.checks import Collector
     from rollproof.judging.judge_context import JudgeContext
 
-__all__ = ["EndAwareCheck", "EventCheck", "RecentItems", "case_actions", "case_option", "remember"]
+__all__ = [
+    "EndAwareCheck",
+    "EventCheck",
+    "RecentItems",
+    "case_actions",
+    "case_option",
+    "dead_server",
+    "remember",
+]
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -127,6 +135,11 @@ class EndAwareCheck(EventCheck):
             and not self._update_hung
             and (self._gauged or self.context.header.case is not None)
         )
+
+
+def dead_server(event: Fault) -> str:
+    """Return the server that died; empty if the fault is another one."""
+    return event.server_id or "" if event.what == "death" else ""
 
 
 def remember(entries: dict[_K, _V], key: _K, value: _V) -> None:

@@ -40,7 +40,7 @@ def layout_layer_map(record: LayoutCall, out: Collector) -> None:
     """Compare the columns that the routers of a chunk read with the layers' own."""
     call, layout = record.call, record.layout
     routers = layout.routers(call.rank.pp, call.chunk)
-    layers = record.event.out[0].reshape(-1).tolist()
+    layers = record.event.out[0].ravel().tolist()
     out.exercised("routers compared", len(routers))
     out.exercised("stages without MoE layers", int(not routers))
     # A chunk may hold no MoE layer at all: an empty answer is right then.
@@ -97,10 +97,10 @@ def _column(record: LayoutCall, value: IntArray) -> int | None:
     """
     if value.ndim == 0:
         return int(value)
-    if value.ndim != 2 or value.shape[-1] != record.call.coding.width:
+    if value.ndim != 2 or not len(value) or value.shape[-1] != record.call.coding.width:
         return None
     places = [record.call.coding.place(int(cell)) for cell in record.call.coding.decode(value)]
-    column = places[0][2] if places else -1
+    column = places[0][2]
     return (
         column
         if places == [(0, position, column) for position in range(record.call.lengths[0])]
@@ -122,7 +122,7 @@ def _chunk_layers(record: LayoutCall, out: Collector, hint: str) -> None:
     equal = (
         int(actual) == len(expected)
         if actual.ndim == 0
-        else actual.reshape(-1).tolist() == list(expected)
+        else actual.ravel().tolist() == list(expected)
     )
     if not equal:
         out.finding(
@@ -133,7 +133,7 @@ def _chunk_layers(record: LayoutCall, out: Collector, hint: str) -> None:
             ),
             observed=count(int(actual), "layer")
             if actual.ndim == 0
-            else str(actual.reshape(-1).tolist()),
+            else str(actual.ravel().tolist()),
             where=record.place(),
             hint=hint,
         )

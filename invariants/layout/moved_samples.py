@@ -37,7 +37,7 @@ __all__ = [
 )
 def layout_microbatches(record: LayoutCall, out: Collector) -> None:
     """Check that the microbatches are a permutation within the token limit."""
-    parts, lengths = [part.reshape(-1).tolist() for part in record.event.out], record.call.lengths
+    parts, lengths = [part.ravel().tolist() for part in record.event.out], record.call.lengths
     out.exercised("samples divided", len(lengths))
     indexes = sorted(i for part in parts for i in part)
     if indexes != list(range(len(lengths))):
@@ -106,7 +106,7 @@ def layout_samples(record: LayoutCall, out: Collector) -> None:
             (
                 i
                 for i, sample_tokens in enumerate(tokens)
-                if np.array_equal(sample_tokens, ids.reshape(-1))
+                if np.array_equal(sample_tokens, ids.ravel())
             ),
             None,
         )
@@ -115,7 +115,7 @@ def layout_samples(record: LayoutCall, out: Collector) -> None:
             out.finding(
                 "tokens of no sample",
                 expected=f"the tokens of one of {count(len(tokens), 'sample')}",
-                observed=f"{ids.reshape(-1)[:6].tolist()}",
+                observed=f"{ids.ravel()[:6].tolist()}",
                 where=record.place(index=number),
                 hint="Splits and filters must move complete samples.",
             )
@@ -164,7 +164,7 @@ def _check_completeness(record: LayoutCall, out: Collector, owners: list[int | N
     actual = owners if filtering else sorted(owner for owner in owners if owner is not None)
     if actual == expected:
         return
-    sizes = set(record.event.out[0].reshape(-1).tolist())
+    sizes = set(record.event.out[0].ravel().tolist())
     # Ranks of equal size cannot divide these samples evenly: repeating or dropping a few is a
     # choice.
     if _is_uneven(record) and len(sizes) == 1:
@@ -190,9 +190,9 @@ def _check_completeness(record: LayoutCall, out: Collector, owners: list[int | N
 )
 def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
     """Compare ids before and after a compact type."""
-    expected = FUNCTIONS["compact"].arguments(record.call)["ids"].reshape(-1)
+    expected = FUNCTIONS["compact"].arguments(record.call)["ids"].ravel()
     stored = record.event.out[0]
-    actual = stored.reshape(-1).astype(np.int64)
+    actual = stored.ravel().astype(np.int64)
     out.exercised("ids compared", len(expected))
     if len(actual) != len(expected):
         out.finding(
@@ -360,5 +360,5 @@ def _accepted(record: LayoutCall) -> str:
         return ""
     return (
         f"positions {captured_count} to {tokens - 1} were filled with"
-        f" {rows[captured_count].reshape(-1)[:4].tolist()}, and are replayed"
+        f" {rows[captured_count].ravel()[:4].tolist()}, and are replayed"
     )

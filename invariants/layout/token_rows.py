@@ -165,7 +165,7 @@ def _shifted(source: Source, by: int) -> Source:
 )
 def layout_no_shift(record: LayoutCall, out: Collector) -> None:
     """Compare the position of each row with that of its token."""
-    tokens, routes = record.event.out[0].reshape(-1), record.event.out[1]
+    tokens, routes = record.event.out[0].ravel(), record.event.out[1]
     captured_count = (record.call.held or record.call.lengths)[0]
     if len(tokens) != len(routes) or len(tokens) < record.call.lengths[0] - 1:
         out.finding(
@@ -463,7 +463,7 @@ def layout_padding_rows(record: LayoutCall, out: Collector) -> None:
         and layout.fill is Fill.SPREAD
         and len(rows) >= layout.num_experts
     ):
-        loads = np.bincount(np.concatenate(rows).reshape(-1), minlength=layout.num_experts)
+        loads = np.bincount(np.concatenate(rows).ravel(), minlength=layout.num_experts)
         # verl#7524 and prime-rl#3350: padding that goes to the same experts unbalances them.
         if loads.max() > 2 * max(1, loads.min()):
             out.finding(

@@ -87,15 +87,13 @@ def _targets_at(
     targets: ExpectedRows, sample: _Places, position: _Places, column: _Places
 ) -> IntArray:
     """Return the targets of places that may not exist."""
-    if not len(targets.experts):
-        return np.full((len(sample), targets.experts.shape[2]), _NO_EXPERT)
     inside = (sample >= 0) & (sample < len(targets.lengths)) & (position >= 0)
-    inside &= position < np.array([*targets.lengths, 0])[np.where(inside, sample, -1)]
     inside &= (column >= 0) & (column < len(targets.layers))
-    place = np.where(inside, targets.starts[np.where(inside, sample, 0)] + position, 0)
-    return np.where(
-        inside[:, None], targets.experts[place, np.where(inside, column, 0)], _NO_EXPERT
-    )
+    inside[inside] = position[inside] < np.array(targets.lengths)[sample[inside]]
+    values = np.full((len(sample), targets.experts.shape[2]), _NO_EXPERT)
+    place = targets.starts[sample[inside]] + position[inside]
+    values[inside] = targets.experts[place, column[inside]]
+    return values
 
 
 def _narrowed(mismatches: Mismatches) -> Iterator[Origin]:

@@ -8,6 +8,7 @@ one fault is blamed on one check.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -112,17 +113,8 @@ class RouteEvidence:
 
         The order of the experts within a cell does not count: a trainer gathers by id.
         """
-        if self.hindrance is not None or self.routes is None:
-            return np.zeros(0, dtype=np.int64)
         parts = []
-        for piece in self.pieces:
-            low, high = max(piece.start, self.start), min(piece.end, self.end)
-            if low >= high:
-                continue
-            actual, expected = (
-                self.routes[low - self.start : high - self.start],
-                piece.rows[low - piece.start : high - piece.start],
-            )
+        for low, actual, expected in self.overlaps() if self.hindrance is None else ():
             # Nearly all pieces are equal: sorting is only done for rows that differ.
             if not _equal(actual, expected):
                 parts.append(low + np.flatnonzero(self._differ(actual, expected)))
@@ -131,6 +123,19 @@ class RouteEvidence:
             if parts
             else np.zeros(0, dtype=np.int64)
         )
+
+    def overlaps(self) -> Iterator[tuple[int, IntArray, IntArray]]:
+        """Yield for each captured piece with delivered rows: the first position of these, the
+        delivered rows and the engine's, ``(rows, layers, top_k)`` each.
+        """
+        for piece in self.pieces:
+            low, high = max(piece.start, self.start), min(piece.end, self.end)
+            if self.routes is not None and low < high:
+                yield (
+                    low,
+                    self.routes[low - self.start : high - self.start],
+                    piece.rows[low - piece.start : high - piece.start],
+                )
 
     @property
     def readable(self) -> bool:
@@ -169,16 +174,17 @@ class RouteEvidence:
         """Return whether the delivered rows are those that the engines returned from ``position``
         on.
         """
-        if self.routes is None or not self.shape_fits:
-            return False
         positions = np.arange(position, position + self.rows)
-        if any(self.attempt_at(int(place)) is None for place in positions):
+        if (
+            self.routes is None
+            or not self.shape_fits
+            or any(self.attempt_at(int(place)) is None for place in positions)
+        ):
             return False
         returned = self.returned(positions)
         # Engine and sample may number their layers in ways that cannot be compared.
-        if self.cells(returned).shape != self.routes[:, self.columns].shape:
-            return False
-        return not self._differ(self.routes, returned).any()
+        comparable = self.cells(returned).shape == self.routes[:, self.columns].shape
+        return comparable and not self._differ(self.routes, returned).any()
 
     def attempt_at(self, position: int) -> int | None:
         """Return the attempt that captured the row of ``position``."""
@@ -240,7 +246,7 @@ def is_filler(
     if kind is Filler.ARANGE:
         ids = rows.astype(np.int64)
         flat = ids.reshape(len(ids), -1)
-        running = (np.diff(flat, axis=1) % num_experts == 1 % num_experts).all(axis=1)
+        running = (np.diff(flat, axis=1) % num_experts == 1).all(axis=1)
         per_cell: BoolArray = (ids == np.arange(rows.shape[2])).all(axis=(1, 2))
         return per_cell | running if flat.shape[1] > 1 else per_cell
     return np.zeros(len(rows), dtype=bool)
@@ -413,6 +419,6 @@ def _equal(actual: IntArray, expected: IntArray) -> bool:
     ):
         return bool(
             # 64-bit words make the comparison of narrow ids several times cheaper.
-            (actual.reshape(-1).view(np.uint64) == expected.reshape(-1).view(np.uint64)).all()
+            (actual.ravel().view(np.uint64) == expected.ravel().view(np.uint64)).all()
         )
     return bool((actual == expected).all())

@@ -282,24 +282,18 @@ def routes_filler(view: RequestView, out: Collector) -> None:
         return
     for low, high in evidence.uncaptured:
         rows = evidence.delivered(low, high)
+        before = evidence.delivered(low - 1, low)
         kinds = [contract.filler] * len(rows)
         if contract.rows is Rows.ALL and high == evidence.total:
             # With T rows the last one may have a filler of its own. An end token that the stack
             # adds itself follows a token that was not forwarded either.
             last = len(view.request.prompt_ids) + len(view.stitched.response_ids) - 1
-            tail = [
-                i
-                for i in range(len(rows))
-                if low + i >= last
-                and is_filler(
-                    rows[i : i + 1],
-                    contract.final_row or Filler.NONE,
-                    experts,
-                    evidence.delivered(max(0, low + i - 1), low + i),
-                )[0]
+            final = is_filler(rows, contract.final_row or Filler.NONE, experts, before)
+            final &= np.arange(low, high) >= last
+            final[-1] = True
+            kinds = [
+                contract.final_row if is_final else contract.filler for is_final in final.tolist()
             ]
-            for i in (*tail, len(rows) - 1):
-                kinds[i] = contract.final_row
         if contract.rows is Rows.CAPTURED_PREFIX:
             kinds = [Filler.NONE] * len(rows)
         for kind in dict.fromkeys(kinds):
@@ -310,17 +304,10 @@ def routes_filler(view: RequestView, out: Collector) -> None:
                 else "filler rows"
             )
             out.exercised(name, int(of_kind.sum()))
-            matches = is_filler(
-                rows,
-                kind or Filler.NONE,
-                contract.expert_count,
-                evidence.delivered(max(0, low - 1), low),
-            )
+            matches = is_filler(rows, kind or Filler.NONE, experts, before)
             # If the row before it is wrong, other checks report that.
             if kind is Filler.PREVIOUS and evidence.attempt_at(low - 1) is not None:
-                matches |= is_filler(
-                    rows, kind, contract.expert_count, evidence.expected(np.array([low - 1]))
-                )
+                matches |= is_filler(rows, kind, experts, evidence.expected(np.array([low - 1])))
             wrong = low + np.flatnonzero(of_kind & ~matches)
             if len(wrong):
                 _wrong_filler(view, out, kind, wrong.tolist())
@@ -328,20 +315,20 @@ def routes_filler(view: RequestView, out: Collector) -> None:
 
 def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, wrong: list[int]) -> None:
     evidence, contract = comparison.of(view), view.contract
-    row = evidence.delivered(wrong[0], wrong[0] + 1)
-    before = evidence.delivered(max(0, wrong[0] - 1), wrong[0])
+    first = wrong[0]
+    row, before = evidence.delivered(first, first + 1), evidence.delivered(first - 1, first)
     description = next(
         (
             str(filler)
             for filler in Filler
-            if is_filler(row, filler, contract.expert_count, before)[0]
+            if is_filler(row, filler, contract.expert_count, before).all()
             # an ordinary choice looks like arange now and then
             and filler_chance(filler, row.shape[1], row.shape[2], contract.expert_count) < 1e-3
         ),
         "ids that look like a choice",
     )
     if contract.rows is Rows.CAPTURED_PREFIX:
-        expected = f"rows up to position {wrong[0] - 1}: the captured prefix, and nothing after it"
+        expected = f"rows up to position {first - 1}: the captured prefix, and nothing after it"
         hint = (
             "An uncaptured suffix that is delivered counts as captured (SkyRL #1908): cut it,"
             " or mask it and declare rows='T'."
@@ -362,7 +349,7 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, wrong:
             f"{description} in {count(len(wrong), 'row')} (position{'s' if len(wrong) > 1 else ''}"
             f" {ranges(wrong)})"
         ),
-        where=view.place(position=wrong[0]),
+        where=view.place(position=first),
         hint=hint,
     )
 
@@ -439,25 +426,15 @@ def routes_dense_columns(view: RequestView, out: Collector) -> None:
         out.absent("rows that another check explains")
         return
     dense = [layer for layer in range(contract.layer_count) if layer not in contract.routed_layers]
-    for piece in evidence.pieces:
-        low, high = max(piece.start, evidence.start), min(piece.end, evidence.end)
-        if low >= high or evidence.routes is None:
-            continue
-        cells = evidence.routes[low - evidence.start : high - evidence.start, dense]
-        engine_cells = (
-            piece.rows[low - piece.start : high - piece.start, dense]
-            if piece.rows.shape[1] == contract.num_layers
-            else None
-        )
-        if engine_cells is not None and (cells == engine_cells).all():
-            continue
+    for low, rows, engine_rows in evidence.overlaps():
+        cells = rows[:, dense]
         ids = cells.astype(np.int64)
         steps = (ids[:, :, 1:] - ids[:, :, :-1]) % contract.expert_count
         # What differs between rows and is neither one repeated id nor counting up cannot be a
         # filler.
         suspicious = (cells != cells[:1]).any(axis=2) & (steps > 1).any(axis=2)
-        if engine_cells is not None:
-            suspicious &= (cells != engine_cells).any(axis=2)
+        if engine_rows.shape[1] == contract.num_layers:
+            suspicious &= (cells != engine_rows[:, dense]).any(axis=2)
         if suspicious.any():
             _report_dense(view, out, low, cells, suspicious, dense)
             return

@@ -34,7 +34,7 @@ def has_repeats(rows: IntArray, num_experts: int) -> bool:
         return False
     if rows.size <= _SMALL:
         return bool(repeats(rows).any())
-    flat = np.ascontiguousarray(rows).reshape(-1).view(f"u{rows.dtype.itemsize}")
+    flat = np.ascontiguousarray(rows).ravel().view(f"u{rows.dtype.itemsize}")
     size = max(2 * k, _BLOCK // flat.itemsize // (2 * k) * 2 * k)
     largest = min(size, len(flat))
     # Ids of two neighbouring cells must not count as equal. If the integer type has a spare bit,

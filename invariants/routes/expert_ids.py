@@ -288,7 +288,7 @@ def _only_filler(evidence: RouteEvidence) -> bool:
     filler.
     """
     contract, rows = evidence.contract, evidence.rows - (evidence.contract.rows is Rows.ALL)
-    if not contract.reply_gaps or contract.filler in (None, Filler.NONE) or rows < 1:
+    if not contract.reply_gaps or contract.filler is None:
         return False
     shown = evidence.delivered(evidence.start, evidence.start + rows)
     return bool(is_filler(shown, contract.filler, contract.expert_count).all())

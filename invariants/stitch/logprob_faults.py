@@ -50,7 +50,7 @@ def close(a: float, b: float) -> bool:
 
 
 def _explains(matches: int, examined: Sequence[int]) -> bool:
-    return matches >= max(1, math.ceil(_MIN_SHARE * len(examined)))
+    return matches >= math.ceil(_MIN_SHARE * len(examined))
 
 
 def _rounded(expected: Sequence[float], actual: Sequence[float], examined: Sequence[int]) -> str:
@@ -155,7 +155,7 @@ def _other_request(view: RequestView, actual: Sequence[float], examined: Sequenc
     for other in view.neighbours:
         candidate = other.stitched.logprob_list
         matches = sum(i < len(candidate) and close(actual[i], candidate[i]) for i in examined)
-        if matches and _explains(matches, examined):
+        if _explains(matches, examined):
             return (
                 f"They are the values of request {other.request.request_id}: the replies of two"
                 " requests were mixed up."

@@ -23,7 +23,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.records import FinishReason, Rollout, Version
-from rollproof.invariants._shared.event_check import EventCheck, remember
+from rollproof.invariants._shared.event_check import EventCheck, dead_server, remember
 from rollproof.invariants.lifecycle.aborted_samples import no_partial_flag, partial_is_off
 from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
 from rollproof.judging.checks import Check, Collector, trace_check
@@ -73,11 +73,9 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
         self._paused.pop(event.server_id, None)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
-        if event.what == "death" and event.server_id is not None:
-            self._paused.pop(event.server_id, None)
-            self._queued = {
-                call: server for call, server in self._queued.items() if server != event.server_id
-            }
+        dead = dead_server(event)
+        self._paused.pop(dead, None)
+        self._queued = {call: server for call, server in self._queued.items() if server != dead}
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         self._queued.pop(event.call_id, None)
@@ -142,8 +140,7 @@ class WeightsNoTokenWhilePaused(EventCheck):
                 del frozen[event.call_id]
 
     def on_fault(self, event: Fault, out: Collector) -> None:
-        if event.what == "death" and event.server_id is not None:
-            self._frozen.pop(event.server_id, None)
+        self._frozen.pop(dead_server(event), None)
 
     def finish(self, out: Collector) -> None:
         resume = self.context.contract.resume
@@ -200,7 +197,7 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
         self._label: dict[str, Weights] = {}
         self._suspects_by_call: dict[int, Weights] = {}
         self._aborted: dict[str, list[tuple[Reply, Weights, str]]] = {}
-        self._ended: tuple[float, set[str]] = (-1.0, set())
+        self._ended: tuple[float, set[str]] = (0.0, set())
 
     def on_call(self, event: Call, out: Collector) -> None:
         remember(self._in_flight, event.call_id, (event.server_id, event.request_id))
@@ -327,8 +324,7 @@ class WeightsStalenessBound(EventCheck):
         )
 
     def on_fault(self, event: Fault, out: Collector) -> None:
-        if event.what == "death" and event.server_id is not None:
-            self._loaded.pop(event.server_id, None)
+        self._loaded.pop(dead_server(event), None)
 
     def on_result(self, event: Result, out: Collector) -> None:
         view = self.context.open.get(event.request_id)
@@ -427,20 +423,7 @@ class WeightsOneVersionPerSample(EventCheck):
             out.absent(NO_TRUTH)
             return
         out.exercised("samples delivered with partial rollout off")
-        # Tokens over KV of several versions have no single sampler, so they count as several.
-        mixed = any(_is_mixed(attempt) for attempt in view.attempts)
-        if (
-            mixed
-            or len(
-                {
-                    self._equal_version(version)
-                    for attempt in view.attempts
-                    for version in _sampled_by(attempt)
-                }
-            )
-            > 1
-        ):
-            self._report_mixed(view, out)
+        self._report_mixed(view, out)
 
     def _report_mixed(self, view: RequestView, out: Collector) -> None:
         """Report the first change of version within a turn that nothing excuses."""
@@ -509,12 +492,6 @@ weights_one_version_per_sample: Check = trace_check(
 )(WeightsOneVersionPerSample)
 
 
-def _is_mixed(attempt: Attempt) -> bool:
-    """Return whether tokens of the received reply were sampled over KV of several versions."""
-    reply = attempt.consumed
-    return reply is not None and any(span.version == MIXED for span in reply.true_tokens or ())
-
-
 def _sampled_by(attempt: Attempt) -> Iterator[Version]:
     """Return the versions that sampled tokens of the received reply: the true ones, otherwise those
     shown, without mixed ones.
@@ -534,8 +511,8 @@ def _trained(view: RequestView, rollout: Rollout) -> Iterator[Version]:
     """Return the versions of the tokens that are in the sample and not masked out."""
     mask, size = rollout.loss_mask, len(rollout.response_ids)
     for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
-        if stretch.attempt < 0 or stretch.start >= size:
-            continue
         # Tokens with loss mask 0 are not trained on, so that their age does not matter.
-        if mask is None or stretch.end > len(mask) or mask[stretch.start : stretch.end].any():
+        if stretch.start < size and (
+            mask is None or stretch.end > len(mask) or mask[stretch.start : stretch.end].any()
+        ):
             yield stretch.true if stretch.true is not None else stretch.shown

@@ -406,11 +406,7 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
     """Compare the logprobs of every reply with the oracle's under the weights from before the
     update.
     """
-    if (
-        view.oracle is None
-        or not view.history.updates
-        or not any(update.identity for update in reversed(view.history.updates))
-    ):
+    if view.oracle is None:
         return
     for attempt in view.attempts:
         reply = attempt.consumed
@@ -479,6 +475,5 @@ def _unscaled(view: RequestView) -> bool:
     engine = view.engine or view.contract
     return engine.logprobs is Logprobs.RAW or view.request.sampling.get("temperature") in (
         None,
-        1,
         1.0,
     )

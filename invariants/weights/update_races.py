@@ -15,7 +15,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import EventCheck, case_actions, remember
+from rollproof.invariants._shared.event_check import EventCheck, case_actions, dead_server, remember
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class _SimultaneousUpdates(EventCheck):
                 self.overlapped.add(event.server_id)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
-        if event.what == "death" and event.server_id is not None:
-            self._paused.discard(event.server_id)
+        self._paused.discard(dead_server(event))
 
     def finish(self, out: Collector) -> None:
         if self.skewed and self.overlapped:
@@ -117,8 +116,7 @@ class WeightsUpdatesDoNotInterleave(_SimultaneousUpdates):
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
-        if event.what == "death" and event.server_id is not None:
-            self._sessions.pop(event.server_id, None)
+        self._sessions.pop(dead_server(event), None)
 
     def on_resume(self, event: Resume, out: Collector) -> None:
         super().on_resume(event, out)
@@ -181,9 +179,8 @@ class WeightsNewestUpdateStays(_SimultaneousUpdates):
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
-        if event.what == "death" and event.server_id is not None:
-            self._newest.pop(event.server_id, None)
-            self._loaded.pop(event.server_id, None)
+        self._newest.pop(dead_server(event), None)
+        self._loaded.pop(dead_server(event), None)
 
     def finish(self, out: Collector) -> None:
         super().finish(out)

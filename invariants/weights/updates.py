@@ -181,7 +181,8 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
             out.absent("the trace ends in the middle of an update")
             return
         ahead = [server for server in self._versions if server not in behind]
-        behind = [server for server in behind if self._last_sent.get(server, -1) > since]
+        sent = self._last_sent
+        behind = [server for server in behind if server in sent and sent[server] > since]
         if not behind:
             return
         # The case itself updates some servers (skew, lag), which is no fault of the stack.
