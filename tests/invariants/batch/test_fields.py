@@ -301,6 +301,22 @@ def test_one_fault_blames_one_check(
     assert words in _findings(judge_batches(factory, name="faulty"), check_id)[0].observed
 
 
+class _OneWithoutMask(Padder):
+    """The first row of a batch has no loss mask; the others train on padding."""
+
+    def collate(self, samples: list[Rollout]) -> list[BatchRow]:
+        first, *others = super().collate(samples)
+        return [
+            replace(first, loss_mask=None),
+            *(replace(row, loss_mask=np.ones_like(row.token_ids)) for row in others),
+        ]
+
+
+def test_a_row_without_a_loss_mask_hides_no_other() -> None:
+    """It is not judged, and the ones after it are."""
+    assert "batch.loss-mask" in _failing(judge_batches(_OneWithoutMask))
+
+
 class _Careless(Padder):
     """What a conversion without length checks makes of malformed samples: pads and cuts in silence,
     as verl's ``as_dict`` does.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import FinishReason
 from rollproof.judging.checks import Verdict
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
@@ -177,6 +178,35 @@ class TestResumePrompt:
         hint = finds(self.ID, story).hint
         assert "history of request r1" in hint
         assert "rendered" not in hint
+
+    @pytest.mark.parametrize(
+        ("other", "sent"),
+        [
+            ((7, 8, 9), (1, 2, 11, 13, 91)),
+            ((1, 2), (1, 2, 11, 13, 91)),
+            ((1,), (1, 2, 11, 13, 91)),
+        ],
+        ids=["unlike", "equal", "one token"],
+    )
+    def test_a_history_of_its_own_is_not_that_of_another_request(
+        self, other: tuple[int, ...], sent: tuple[int, ...]
+    ) -> None:
+        """The other prompt is not sent, is the same one, or is a token that begins many."""
+        story = TraceScript()
+        story.submit("r1", prompt=other)
+        story.submit()
+        story.reply(story.call((1, 2)), (11, 12, 13), "stop")
+        story.reply(story.call(sent, max_tokens=1), (21,), "stop").result((11, 12, 13))
+        hint = finds(self.ID, story).hint
+        assert "history of request r1" not in hint
+        assert "rendered" in hint
+
+    def test_a_first_call_cannot_be_a_restart(self) -> None:
+        """The environment spoke first, and the call sends the prompt alone."""
+        story = TraceScript()
+        story.submit().add(Observation(request_id="r0", token_ids=(91,)))
+        story.reply(story.call((1, 2)), (11,), "stop").result((91, 11))
+        assert "The first call does not send the request's prompt" == finds(self.ID, story).title
 
     def test_a_window_is_not_blamed_on_a_template(self) -> None:
         """The oldest tokens of the conversation were cut off."""
@@ -426,6 +456,53 @@ class TestParameters:
             sampling=sampling,
         )
         assert {self.ID} == blamed(lost)
+
+    def test_the_value_of_the_first_call_is_shown(self) -> None:
+        """No call has the caller's value, and the place is the first call."""
+        story = script_rollout(
+            self._call(temperature=1.0),
+            self._call(temperature=0.5),
+            request={"sampling": {"temperature": 0.7}},
+            abort_surfaces=True,
+            sampling="forwarded",
+        )
+        finding = finds("stitch.sampling-forwarded", story)
+        assert "temperature=1.0 in call 1" == finding.observed
+
+    @pytest.mark.parametrize(
+        ("name", "neutral", "other"),
+        [
+            ("top_p", 1.0, 0.0),
+            ("top_p", 1.0, 2.0),
+            ("top_k", -1, 1),
+            ("top_k", 0, -2),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 1.0, 0.0),
+            ("repetition_penalty", 1.0, 2.0),
+            ("presence_penalty", 0.0, 1.0),
+            ("presence_penalty", 0.0, -1.0),
+            ("frequency_penalty", 0.0, 1.0),
+            ("frequency_penalty", 0.0, -1.0),
+            ("temperature", 1.0, 2.0),
+            ("temperature", 0.0, -1.0),
+            ("ignore_eos", False, True),
+        ],
+    )
+    def test_a_value_that_changes_nothing_may_be_left_out(
+        self, name: str, neutral: object, other: object
+    ) -> None:
+        """It is the engines' default; any other value of the same parameter is not."""
+        for value in (neutral, other):
+            story = script_rollout(
+                self._call(),
+                request={"sampling": {name: value}},
+                abort_surfaces=True,
+                sampling="forwarded",
+            )
+            if value == neutral:
+                unknown("stitch.sampling-forwarded", story, "not exercised")
+            else:
+                finds("stitch.sampling-forwarded", story)
 
     def test_an_undeclared_stack_is_asked(self) -> None:
         """It may rename the parameter, or choose its own: there is no finding, and the reason says

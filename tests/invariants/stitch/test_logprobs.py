@@ -29,7 +29,7 @@ def spoiled(change: Callable[[np.ndarray], Any], *parts: ScriptedCall, **more: A
     return script_rollout(*(parts or PARTS), sample={"logprobs": change(TRUE.copy())}, **more)
 
 
-def put(index: int | slice, value: float) -> Callable[[np.ndarray], np.ndarray]:
+def put(index: int | slice, value: Any) -> Callable[[np.ndarray], np.ndarray]:
     """Set a value."""
 
     def change(values: np.ndarray) -> np.ndarray:
@@ -299,6 +299,86 @@ class TestPaired:
         assert said in finds(self.ID, wrong).hint
         both = script_rollout(part, sample={"logprobs": np.array([-9.0, -1e-4])})
         assert said not in finds(self.ID, both).hint
+
+    @pytest.mark.parametrize(
+        ("error", "named"),
+        [
+            (2**-8 * 1.01, ""),
+            (2**-8, "bfloat16"),
+            (2**-11 * 1.01, "bfloat16"),
+            (2**-11, "float16"),
+        ],
+    )
+    def test_rounding_has_the_error_of_its_type(self, error: float, named: str) -> None:
+        """8 and 11 bits of precision; the errors have both signs, so that no factor explains
+        them.
+        """
+        signs = np.array([1, -1, 1, -1, 1, -1, 1, -1])
+        hint = finds(self.ID, spoiled(lambda values: values * (1 + error * signs))).hint
+        if named:
+            assert f"as by a cast to {named} (" in hint
+        else:
+            assert hint.startswith("Append tokens and logprobs together")
+
+    @pytest.mark.parametrize(("shift", "words"), [(2, "late"), (-2, "early")])
+    @pytest.mark.parametrize("spoilt", [0, 1])
+    def test_a_shift_by_two_is_named(self, shift: int, words: str, spoilt: int) -> None:
+        """Four of five values are enough; what a shift moves out of the sample does not count."""
+
+        def change(values: np.ndarray) -> np.ndarray:
+            out = np.full(8, -9.0)
+            if shift > 0:
+                out[2:] = values[:-2]
+            else:
+                out[:-2] = values[2:]
+            out[3 : 3 + spoilt] = -7.0
+            return out
+
+        hint = finds(self.ID, spoiled(change)).hint
+        assert hint.startswith(f"The values are 2 tokens too {words} from response index 0 on")
+
+    def test_a_shift_of_a_third_of_the_values_is_none(self) -> None:
+        """Two of six moved values are wrong for another reason."""
+
+        def change(values: np.ndarray) -> np.ndarray:
+            moved = np.roll(values, 1)
+            moved[[2, 5]] = -7.0, -8.0
+            return moved
+
+        assert "too late" not in finds(self.ID, spoiled(change)).hint
+
+    def test_one_moved_value_is_no_shift(self) -> None:
+        """It may be equal to its neighbour by chance; two are not."""
+
+        def change(count: int) -> Callable[[np.ndarray], np.ndarray]:
+            def changed(values: np.ndarray) -> np.ndarray:
+                values[3 : 3 + count] = TRUE[2 : 2 + count]
+                return values
+
+            return changed
+
+        assert "too late" not in finds(self.ID, spoiled(change(1))).hint
+        assert "1 token too late from response index 3" in finds(self.ID, spoiled(change(2))).hint
+
+    def test_a_default_is_seen_in_the_first_wrong_value(self) -> None:
+        """Other values may be wrong after it."""
+        for values, named in (((0.0, -5.0), True), ((-5.0, 0.0), False)):
+            hint = finds(self.ID, spoiled(put(slice(2, 4), values))).hint
+            assert named is hint.startswith("0 looks like a default")
+
+    @pytest.mark.parametrize(("factors", "named"), [((2, 2), False), ((2, 2, 2), True)])
+    def test_a_factor_needs_three_values(self, factors: tuple[float, ...], named: bool) -> None:
+        """Two values have the same factor by chance now and then."""
+        values = TRUE[4 : 4 + len(factors)] * factors
+        hint = finds(self.ID, spoiled(put(slice(4, 4 + len(factors)), values))).hint
+        assert named is hint.startswith("They are the engine's values times 2:")
+
+    def test_a_factor_is_that_of_all_values(self) -> None:
+        """One wrong value of another factor is not scaled."""
+        for last, named in ((2.0001, True), (2.001, False)):
+            values = TRUE[4:7] * (2, 2, last)
+            hint = finds(self.ID, spoiled(put(slice(4, 7), values))).hint
+            assert named is hint.startswith("They are the engine's values times 2:")
 
     def test_values_of_another_request_are_traced_back(self) -> None:
         """Two replies were mixed up."""

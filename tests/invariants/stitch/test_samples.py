@@ -370,6 +370,47 @@ class TestTokens:
         traced = "Request r1 sampled these tokens" in finds(self.ID, swapped).hint
         assert (own == -3.0) == traced
 
+    def test_one_token_of_another_request_is_not_traced_back(self) -> None:
+        """Two requests share single tokens by chance; two in a row are a trace. So it is with a
+        reply that was lost.
+        """
+        for extra, named in (((41,), False), ((41, 42), True)):
+            story = script_rollout(
+                ScriptedCall(tokens=(41, 42), reason="stop"), request_id="r1", prompt=(3, 4)
+            )
+            sample = {"response": (*SAMPLED[:1], *extra, *SAMPLED[1:])}
+            finding = finds(self.ID, script_rollout(*RESUMED, sample=sample, script=story))
+            assert named is finding.hint.startswith("Request r1 sampled these tokens")
+        parts = (
+            ScriptedCall(tokens=(11,)),
+            ScriptedCall(tokens=(88, 89), lost=True),
+            ScriptedCall(tokens=(12,), reason="stop"),
+        )
+        finding = finds(self.ID, script_rollout(*parts, sample={"response": (11, 88, 12)}))
+        assert "lost on its way" not in finding.hint
+
+    @pytest.mark.parametrize(
+        ("response", "kind"),
+        [
+            ((11, 12, 13, 14, 11), "tokens that no call returned"),
+            ((11, 12, 13, 14, 11, 12), "tokens are repeated"),
+            ((11, 12, 13, 14, 14), "tokens are repeated"),
+            ((11, 11, 12, 13, 14), "tokens are repeated"),
+        ],
+    )
+    def test_one_token_is_repeated_only_beside_itself(
+        self, response: tuple[int, ...], kind: str
+    ) -> None:
+        """Two in a row are a repetition wherever they are."""
+        one = ScriptedCall(tokens=(11, 12, 13, 14), reason="stop")
+        assert kind == finds(self.ID, script_rollout(one, sample={"response": response})).kind
+
+    def test_a_token_of_a_reply_that_arrived_was_not_lost(self) -> None:
+        """It stands in place of another one."""
+        one = ScriptedCall(tokens=(11, 12, 13), reason="stop")
+        finding = finds(self.ID, script_rollout(one, sample={"response": (11, 13, 13)}))
+        assert finding.hint.startswith("The difference begins in")
+
     def test_tokens_of_a_lost_reply_are_traced_back(self) -> None:
         """What never arrived cannot stand in the sample."""
         parts = (

@@ -13,6 +13,7 @@ from tests.support.trace_script import (
     FREEZING,
     REGISTRY,
     TraceScript,
+    check,
     finds,
     inapplicable,
     passes,
@@ -80,6 +81,23 @@ class TestNoAdmissionWhilePaused:
         script.fault("death", "s0").fault("revive", "s0").call((1, 2))
         passes(self.ID, script)
 
+    @pytest.mark.parametrize(
+        ("what", "server", "queued"),
+        [("death", "s0", 0), ("death", "s1", 1), ("death", None, 1), ("late", "s0", 1)],
+    )
+    def test_the_queue_of_a_server_dies_with_it(
+        self, what: str, server: str | None, queued: int
+    ) -> None:
+        """And no other one."""
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.send()
+        script.fault(what, server).pause().resume().admit(call)
+        counter = {"calls queued at a pause": queued} if queued else {}
+        assert counter == {
+            name: count for name, count in check(self.ID, script).exercised.items() if count
+        }
+
     def test_one_resume_ends_two_pauses(self) -> None:
         """Pausing twice is idempotent (vLLM)."""
         script = TraceScript()
@@ -139,6 +157,28 @@ class TestNoTokenWhilePaused:
             progress={}
         )
         passes(self.ID, script)
+
+    def test_one_token_is_enough_to_be_frozen(self) -> None:
+        """The call had begun."""
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.pause(PauseMode.KEEP, progress={call: 1}).resume(progress={call: 1})
+        passes(self.ID, script, frozen_calls=1)
+
+    @pytest.mark.parametrize(
+        ("what", "server", "found"),
+        [("death", "s0", 0), ("death", "s1", 1), ("death", None, 1), ("late", "s0", 1)],
+    )
+    def test_a_server_that_died_froze_nothing(
+        self, what: str, server: str | None, found: int
+    ) -> None:
+        """Its call went on elsewhere, under the same number; after another fault that is found."""
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.pause(PauseMode.KEEP, progress={call: 1}).fault(what, server)
+        assert found == check(self.ID, script.reply(call, (3, 4))).found
 
     def test_no_progress_is_no_verdict(self) -> None:
         """A real engine that does not report its progress leaves the promise untested."""

@@ -17,6 +17,7 @@ from tests.support.trace_script import (
     FREEZING,
     REGISTRY,
     TraceScript,
+    check,
     finds,
     inapplicable,
     passes,
@@ -245,6 +246,20 @@ class TestOneVersion:
         """A stack that freezes calls across an update chooses mixed samples."""
         passes(self.ID, self._crossing(mode))
 
+    @pytest.mark.parametrize(
+        ("frozen", "version", "found"), [("s0", 1, 0), ("s1", 1, 1), ("s0", 2, 1)]
+    )
+    def test_a_pause_excuses_its_server_and_the_weights_that_came_in_it(
+        self, frozen: str, version: int, found: int
+    ) -> None:
+        """Another server's pause, or other weights, excuse nothing."""
+        script = TraceScript(**self.OFF)  # type: ignore[arg-type]
+        script.weights(0).weights(0, "s1").submit()
+        call = script.call((1, 2))
+        script.pause(PauseMode.KEEP, frozen).weights(1, frozen).resume(frozen).weights(2)
+        script.reply(call, (3, 4, 5, 6), true_tokens=spans((0, 2, 0), (2, 4, version)))
+        assert found == check(self.ID, script.result((3, 4, 5, 6))).found
+
     def test_equal_weights_are_one_version(self) -> None:
         """An identity update mixes nothing."""
         passes(
@@ -316,6 +331,44 @@ class TestIdentityUpdate:
         script = TraceScript(logprobs="none")
         script.weights(0).submit()
         inapplicable(self.ID, script, "the contract declares logprobs='none'")
+
+    @pytest.mark.parametrize(
+        ("logprobs", "sampling", "judged"),
+        [
+            ("raw", {"temperature": 0.7}, True),
+            ("temperature-scaled", {"temperature": 0.7}, False),
+            ("temperature-scaled", {"temperature": 1.0}, True),
+            ("temperature-scaled", {"temperature": 0.0}, False),
+            ("temperature-scaled", {}, True),
+        ],
+    )
+    def test_only_unscaled_logprobs_are_compared(
+        self, logprobs: str, sampling: dict[str, float], judged: bool
+    ) -> None:
+        """The oracle knows no others."""
+        script = TraceScript(logprobs=logprobs)
+        script.weights(0).submit(sampling=sampling).weights(0, label=1, identity=True)
+        call = script.call((1, 2))
+        script.reply(call, (3,), output={"logprobs": np.array([-0.5])}).result((3,))
+        assert (Verdict.PASS if judged else Verdict.UNKNOWN) == self._verdict(script)[0]
+
+    @pytest.mark.parametrize("values", [None, [], [-0.5]])
+    @pytest.mark.parametrize("tokens", [(), (3, 4)])
+    def test_a_reply_that_cannot_be_compared_hides_no_later_one(
+        self, tokens: tuple[int, ...], values: list[float] | None
+    ) -> None:
+        """It has no tokens, no logprobs, or another number of them."""
+        script = TraceScript()
+        script.weights(0).submit().weights(0, label=1, identity=True)
+        logprobs = None if values is None else np.array(values)
+        first = script.call((1, 2))
+        script.reply(first, tokens, "abort", output={"logprobs": logprobs})
+        second = script.call((1, 2, *tokens))
+        script.reply(second, (5,), output={"logprobs": np.array([-2.5])}).result((*tokens, 5))
+        assert (
+            Verdict.FAIL,
+            "logprob -2.5000 at token 0 of the call (1 of 1 tokens differ)",
+        ) == self._verdict(script)
 
     def test_a_real_update_is_not_judged(self) -> None:
         """New weights give new values."""

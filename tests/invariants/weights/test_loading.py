@@ -264,6 +264,20 @@ def test_an_update_that_returns_because_one_runs_is_found() -> None:
     assert "s0 went on to serve version 1; nothing newer was loaded" == finding.observed
 
 
+def test_an_update_during_which_another_one_was_asked_for_is_told_so() -> None:
+    """The first one did nothing, whether the second one came during it or after it."""
+    during = _fleet().add(_update(UpdatePhase.ASKED, 1), _update(UpdatePhase.ASKED, 2, 2))
+    during.add(_update(UpdatePhase.ENDED, 1))
+    titles = [finds(ID, _served(during)).title]
+    after = _fleet().add(_update(UpdatePhase.ASKED, 1), _update(UpdatePhase.ENDED, 1))
+    after.add(_update(UpdatePhase.ASKED, 2, 2))
+    titles.append(finds(ID, _served(after)).title)
+    assert [
+        "an update that was asked for during another one was never carried out",
+        "an update ended, and no server was given its weights",
+    ] == titles
+
+
 def test_weights_that_are_overwritten_by_older_ones_are_found() -> None:
     """Two transfers without a lock: the older one takes longer."""
     script = _fleet().add(_update(UpdatePhase.ASKED, 1), _update(UpdatePhase.ASKED, 2, 2))

@@ -52,6 +52,12 @@ class TestEveryReplica:
         assert "version 1 on all of ['s0', 's1']" == finding.expected
         assert "s1 still holds 0" == finding.observed
 
+    def test_a_label_is_no_load(self) -> None:
+        """A server that only shows another label has served what it serves."""
+        script = _serves(_fleet().pause().weights(1).resume())
+        script.weights(0, "s1", label=1, loaded=False)
+        assert "s1 still holds 0" == finds(self.ID, script).observed
+
     def test_a_replica_that_admits_no_further_call_is_not_behind(self) -> None:
         """A stack may load each server before the next call that it sends to it."""
         silent = _fleet(servers=("s0", "s1", "s2")).weights(1)
@@ -183,6 +189,11 @@ class TestEveryPause:
         finding = finds(self.ID, _fleet().pause().weights(1))
         assert "a resume of s0 after its pause (mode abort) at event 3" == finding.expected
         assert "none until the end of the trace" == finding.observed
+
+    def test_a_pause_of_a_failed_update_hides_no_other(self) -> None:
+        """The second server was paused after the update had given up."""
+        script = _fleet().pause().fault("update-failure").pause(server="s1")
+        assert "s1" == finds(self.ID, script).where["server"]
 
     def test_requests_that_hang_on_it_are_named(self) -> None:
         """Also in a trace without a case: it hung, so it was not cut."""
@@ -330,6 +341,21 @@ class TestAtOnce:
         script = _fleet(case={"actions": ({"do": "sync-twice"},)}).weights(1)
         unknown(self.NEST, script, "not exercised")
         unknown(self.NEWEST, script, "not exercised")
+
+    @pytest.mark.parametrize(("what", "overlap"), [("death", False), ("update-failure", True)])
+    def test_only_a_death_ends_the_pauses_of_a_server(self, what: str, overlap: bool) -> None:
+        """A server that comes back is not paused, so that its next pause overlaps nothing."""
+        script = _fleet().pause().fault(what, "s0").pause().weights(1).resume()
+        for check_id in (self.NEST, self.NEWEST):
+            assert int(overlap) == check(check_id, script).exercised.get(
+                "updates started at once", 0
+            )
+
+    def test_a_death_on_another_server_ends_no_pause(self) -> None:
+        """Nor does a fault of no server at all."""
+        for server in ("s1", None):
+            script = _fleet().pause().fault("death", server).pause().weights(1).resume()
+            assert {"updates started at once": 1} == check(self.NEST, script).exercised
 
     def test_a_roll_back_is_nobodys_fault(self) -> None:
         """Restoring older weights is a decision, unless two updates overlapped."""
