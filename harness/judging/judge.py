@@ -94,9 +94,9 @@ class _Plan:
             for number, (trace_check, (_, collector)) in enumerate(
                 zip(trace_checks, self.traces, strict=True)
             ):
-                direct, kinds_read = getattr(trace_check, "direct", None) or {}, kinds[number]
+                handlers, kinds_read = getattr(trace_check, "handlers", {}), kinds[number]
                 for kind in self.readers if kinds_read is None else kinds_read:
-                    self.readers[kind].append((direct.get(kind, _feed_event), number, collector))
+                    self.readers[kind].append((handlers.get(kind, _feed_event), number, collector))
         return self.readers
 
 

@@ -100,16 +100,11 @@ def _compare(
     expected_rows = oracle.routes(span.version, ids[: span.end], span.start)
     contract = _engine_contract(view)
     moe = list(contract.routed_layers)
-    if contract.layer_axis is LayerAxis.MOE:
-        expected_rows = expected_rows[:, moe]
-    if rows.shape == expected_rows.shape and (rows == expected_rows).all():
+    all_layers = contract.layer_axis is LayerAxis.ALL
+    if np.array_equal(rows, expected_rows if all_layers else expected_rows[:, moe]):
         return
-    actual_rows = (
-        rows
-        if contract.layer_axis is LayerAxis.MOE or rows.shape[1] != contract.num_layers
-        else rows[:, moe]
-    )
-    expected_rows = expected_rows if contract.layer_axis is LayerAxis.MOE else expected_rows[:, moe]
+    expected_rows = expected_rows[:, moe]
+    actual_rows = rows[:, moe] if all_layers and rows.shape[1] == contract.num_layers else rows
     if actual_rows.shape != expected_rows.shape:
         observed, first, column = f"rows of shape {rows.shape[1:]}", span.start, 0
     else:

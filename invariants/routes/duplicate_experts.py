@@ -16,8 +16,10 @@ from rollproof.core.records import IntArray
 
 __all__ = ["has_repeats", "repeats"]
 
-_BLOCK = 1 << 18
-"""Bytes per block: small enough for the caches, large enough that the calls cost nothing."""
+_CELLS = 1 << 14
+"""Cells per block, an even number: small enough for the caches, large enough that the calls cost
+nothing.
+"""
 _SMALL = 1 << 11
 """The number of ids up to which sorting costs less than the setup of the fast search."""
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
@@ -35,7 +37,7 @@ def has_repeats(rows: IntArray, num_experts: int) -> bool:
     if rows.size <= _SMALL:
         return bool(repeats(rows).any())
     flat = np.ascontiguousarray(rows).ravel().view(f"u{rows.dtype.itemsize}")
-    size = max(2 * k, _BLOCK // flat.itemsize // (2 * k) * 2 * k)
+    size = _CELLS * k
     largest = min(size, len(flat))
     # Ids of two neighbouring cells must not count as equal. If the integer type has a spare bit,
     # every other cell gets its top bit flipped; if not, the differences across a border are made 1.

@@ -18,7 +18,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import EventCheck, remember
+from rollproof.invariants._shared.event_check import EventCheck, dead_server, remember
 from rollproof.invariants._shared.phrases import count, version_name
 from rollproof.judging.checks import Check, Collector, trace_check
 from rollproof.judging.weight_history import Key, key
@@ -211,8 +211,8 @@ class VersionsLabelWithWeights(EventCheck):
                 server.apart.ended(event.call_id, len(event.output.token_ids))
 
     def on_fault(self, event: Fault, out: Collector) -> None:
-        server = self._servers.get(event.server_id or "")
-        if event.what != "death" or server is None:
+        server = self._servers.get(dead_server(event))
+        if server is None:
             return
         if server.apart is not None and not server.apart.lags:
             self._report(server.apart, server.apart.tokens, None, out)
