@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollproof.core.contract import KvPolicy, Logprobs
-from rollproof.core.engine_contract import PausedCalls, Refusal
+from rollproof.core.engine_contract import PausedCalls, Refusal, SamplingOption
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Reference, Reply, Weights
 from rollproof.core.records import EngineOutput
@@ -19,6 +19,7 @@ from rollproof.core.trace import Trace
 from rollproof.engines.engine_targets import fake_target
 from rollproof.invariants import default_registry
 from rollproof.invariants.engine.engine_replies import refusal_of
+from rollproof.invariants.engine.independent_forward import NEAR_TIE
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.judge import Tally
 from rollproof.judging.registry import Registry
@@ -70,12 +71,12 @@ def _other_expert(trace: Trace, call: int, row: int, column: int) -> Trace:
     )
 
 
-def _near_tie(trace: Trace, call: int, position: int, layer: int) -> Trace:
+def _near_tie(trace: Trace, call: int, position: int, layer: int, margin: float = 1e-6) -> Trace:
     """The reference says that two experts' scores are all but equal there."""
 
     def close(event: Reference) -> Reference:
         margins = event.margins.copy()
-        margins[position, layer] = 1e-6
+        margins[position, layer] = margin
         return replace(event, margins=margins)
 
     return _changed(
@@ -231,3 +232,27 @@ def test_a_row_that_was_never_forwarded_is_no_row(plain: Trace) -> None:
     result = _judged(_changed(plain, longer), "engine.rows")
     assert Verdict.FAIL is result.verdict
     assert "prompt" in result.findings[0].expected
+
+
+def test_scores_as_far_apart_as_a_near_tie_are_none(plain: Trace) -> None:
+    """Only a smaller margin leaves it to rounding which expert is chosen."""
+    call = _call_with_rows(plain)
+    faulty = _other_expert(plain, call, 3, 2)
+    for margin, verdict in ((NEAR_TIE, Verdict.FAIL), (NEAR_TIE / 2, Verdict.PASS)):
+        tied = _near_tie(faulty, call, 3, 2, margin)
+        assert verdict is _judged(tied, "engine.routes").verdict
+
+
+@pytest.mark.parametrize(
+    ("offered", "applies"), [((), False), (("repetition_penalty",), False), (("top_p",), True)]
+)
+def test_filters_are_judged_of_engines_that_offer_one(
+    plain: Trace, offered: tuple[str, ...], applies: bool
+) -> None:
+    """A penalty leaves every token in the distribution."""
+    declared = plain.header.contract
+    assert declared.engine is not None
+    options = tuple(SamplingOption(name) for name in offered)
+    engine = replace(declared.engine, sampling=options)
+    reason = default_registry()["engine.sampling"].inapplicable(replace(declared, engine=engine))
+    assert applies is (reason is None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rollproof.core.events.rollout import Reply, Result
 from rollproof.core.records import Span
@@ -208,3 +209,31 @@ def test_a_recording_compares_no_arrays() -> None:
     for check_id in ("routes.handed-over", "routes.reply-untouched"):
         assert judged[check_id].verdict is Verdict.UNKNOWN
         assert (judged[check_id].reason or "").startswith("a recording does not compare")
+
+
+@pytest.mark.parametrize("axis", ["all", "moe"])
+def test_a_wrong_choice_is_told_with_its_layer(axis: str) -> None:
+    """The order within a cell does not count; the columns of dense layers hold nothing."""
+    changes = {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": axis}
+    story = RoutedRequest(segments=(Segment(5),), changes=changes)
+    column = story.contract.moe_columns[1]
+    rows = story.good().copy()
+    rows[:] = rows[:, :, ::-1]
+    free = sorted(set(range(8)) - set(rows[4, column].tolist()))
+    rows[[4, 6], column, 0] = free[0], 9
+    trace = _with_reply(
+        story.trace(rows), 0, output=replace(_first_reply(story).output, routes=rows)
+    )
+    finding = judge(trace, REGISTRY, _Oracle(story))["routes.engine"].findings[0]
+    assert finding.observed == (
+        f"experts {rows[4, column].tolist()}; wrong in 2 of 9 rows (position 4, 6), in 1 of 3 MoE"
+        " layers"
+    )
+    assert (4, 3) == (finding.where["position"], finding.where["layer"])
+    assert finding.expected == (
+        f"experts {story.good()[4, column].tolist()} at position 4, computed by version 1"
+    )
+
+
+def _first_reply(story: RoutedRequest) -> Reply:
+    return next(e for e in story.trace(story.good()).events if isinstance(e, Reply))

@@ -320,3 +320,39 @@ def test_the_rule_of_the_boundary_is_told_of_a_boundary_alone(
     rows[list(wrong)] = third[list(wrong)]
     finding = only_finding(story.judged(rows), "routes.provenance")
     assert boundary is finding.hint.startswith("The last token of a segment is forwarded by")
+
+
+def test_a_layer_that_was_never_captured_is_placed_at_the_first_row() -> None:
+    """Also if a hole divides the captured rows."""
+    story = RoutedRequest(changes={"filler": "zeros"})
+    routes = story.good().copy()
+    routes[:, 1], routes[7] = 0, 0
+    trace = story.trace(routes)
+    for number, (rows, start) in enumerate(((routes[:7], 0), (routes[8:], 8))):
+        trace = _returning(trace, number, rows, start)
+    finding = only_finding(judge(trace, REGISTRY), "routes.live")
+    assert (0, 1) == (finding.where["position"], finding.where["layer"])
+    assert "expert 0 in all 8 rows of 1 of 3 MoE layers (layer 1)" == finding.observed
+
+
+@pytest.mark.parametrize(
+    ("gaps", "rows", "excused"),
+    [(True, "T-1", True), (False, "T-1", False), (True, "T", True), (False, "T", False)],
+)
+def test_rows_of_filler_need_no_capture_where_replies_may_lack_them(
+    gaps: bool, rows: str, excused: bool
+) -> None:
+    """The final row of T may have another filler."""
+    final = {"final_row": "arange"} if rows == "T" else {}
+    changes = {"filler": "zeros", "rows": rows, "reply_gaps": gaps, **final}
+    story = RoutedRequest(segments=(Segment(12, 1, routes=False),), changes=changes)
+    filled = story.rows(0, 16, 1) * 0
+    if final:
+        filled = np.concatenate([filled, filler("arange", filled)])
+    judged = judge(story.trace(filled), REGISTRY)["routes.live"]
+    assert (Verdict.UNKNOWN if excused else Verdict.FAIL) is judged.verdict
+    if excused:
+        assert "no reply had routes, and every row is the declared filler" == judged.reason
+        filled[3] = story.rows(3, 4, 1)
+        other = judge(story.trace(filled), REGISTRY)["routes.live"]
+        assert Verdict.PASS is other.verdict

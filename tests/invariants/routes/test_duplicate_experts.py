@@ -33,7 +33,7 @@ def test_a_repetition_is_never_missed_nor_invented(
         array[row, layer, first] = array[row, layer, second]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(duplicate_experts, "_SMALL", 0)
-        patch.setattr(duplicate_experts, "_BLOCK", 64)
+        patch.setattr(duplicate_experts, "_CELLS", 4)
         assert bool(repeats(array).any()) == has_repeats(array, experts)
 
 
@@ -55,3 +55,12 @@ def test_a_selection_of_layers_is_searched_too() -> None:
     array[:, 1:] = np.arange(6)
     assert has_repeats(array, 64)
     assert not has_repeats(array[:, 1:], 64)
+
+
+def test_equal_ids_but_for_their_top_bit_are_not_repeated() -> None:
+    """Ids of all 256 experts leave no bit to mark every other cell with."""
+    array = np.broadcast_to(np.array([[0, 129], [128, 1]], dtype=np.uint8), (600, 2, 2)).copy()
+    assert array.size > duplicate_experts._SMALL
+    assert not has_repeats(array, 256)
+    array[599, 1] = 7
+    assert has_repeats(array, 256)

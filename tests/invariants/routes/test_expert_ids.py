@@ -102,6 +102,42 @@ def test_equal_rows_of_a_small_sample_are_no_fault(story: RoutedRequest) -> None
     assert failing(_by_engine(story, story.good()[:1].repeat(len(story.good()), axis=0))) == set()
 
 
+@pytest.mark.parametrize(("tokens", "found"), [(1, False), (2, True)])
+def test_five_equal_rows_are_chance_and_six_are_not(tokens: int, found: bool) -> None:
+    """28 choices in each of three layers: four repetitions have a chance of 2**-58, five of
+    2**-72.
+    """
+    story = RoutedRequest(segments=(Segment(tokens),), with_truth=False)
+    rows = story.good()[:1].repeat(len(story.good()), axis=0)
+    assert ({"routes.live"} if found else set()) == failing(_by_engine(story, rows))
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ((0, 8), "An id beyond the last expert"),
+        ((-1, 8), "A kernel marks padded tokens"),
+        ((0, -1), "A kernel marks padded tokens"),
+    ],
+)
+def test_the_hint_is_that_of_the_id_out_of_range(cell: tuple[int, int], words: str) -> None:
+    """Expert 0 next to it is an ordinary one."""
+    story = _single_call(dtype="int32")
+    rows = story.good().copy()
+    rows[3, 2] = cell
+    finding = only_finding(_by_engine(story, rows), "routes.in-range")
+    assert finding.hint.startswith(words)
+
+
+def test_repeated_ids_that_exist_are_misread() -> None:
+    """Neither zeros nor marks: the hint names what makes one id of two."""
+    story = _single_call()
+    rows = story.good().copy()
+    rows[3, 2] = 7
+    finding = only_finding(_by_engine(story, rows), "routes.distinct")
+    assert finding.hint.startswith("The ids are not what a top-k returns")
+
+
 def test_a_collapsed_router_of_one_expert_is_no_dead_layer_in_a_short_sample() -> None:
     """top_k = 1: expert 0 for a few tokens is a legal choice; for very many it is not believed."""
     short = RoutedRequest(segments=(Segment(1),), prompt=3, with_truth=False, changes={"top_k": 1})

@@ -143,10 +143,27 @@ def test_rows_of_the_first_segment_or_of_the_response_alone_are_recognised() -> 
         "the array of segment 0 alone"
         in only_finding(story.judged(story.returned(0)), "routes.rows").observed
     )
-    assert (
-        "those of the response alone"
-        in only_finding(story.judged(story.good()[5:]), "routes.rows").observed
-    )
+    finding = only_finding(story.judged(story.good()[5:]), "routes.rows")
+    assert "4 rows: those of the response alone; row 0 belongs to position 5" == finding.observed
+    assert 5 == finding.where["position"]
+
+
+def test_an_array_of_one_row_is_repeated_at_position_0() -> None:
+    """A prompt of one token, and a first call that sampled one."""
+    story = RoutedRequest(segments=(Segment(1, 1), Segment(2, 2)), prompt=1)
+    finding = only_finding(story.judged(_joined(story)), "routes.rows")
+    assert "so position 0 is in the sample twice, and every row from 1 on" in finding.observed
+
+
+def test_segments_without_routes_are_listed() -> None:
+    """One in the singular, two in the plural."""
+    for routes, words in (
+        ((True, False, True), "segment 1"),
+        ((False, False, True), "segments 0, 1"),
+    ):
+        story = RoutedRequest(segments=[Segment(2, 1, routes=has_routes) for has_routes in routes])
+        finding = only_finding(story.judged(story.rows(0, 8, 1)), "routes.rows")
+        assert f"8 rows; the engine returned no routes for {words}" == finding.observed
 
 
 def test_rows_must_be_cut_with_the_response() -> None:
@@ -164,6 +181,31 @@ def test_rows_must_be_cut_with_the_response() -> None:
         judged = story.judged(story.good()[:rows], keep=3)
         assert failing(judged) == set()
         assert judged["routes.rows"].exercised == {"cut samples": 1}
+
+
+def test_rows_are_cut_with_the_response_wherever_they_begin() -> None:
+    """The sample has no rows of its first two tokens."""
+    story = RoutedRequest(segments=(Segment(6),))
+    finding = only_finding(story.judged(story.good()[2:], keep=3, routes_start=2), "routes.rows")
+    assert (
+        finding.observed == "8 rows: 2 tokens of the response were cut off, and their rows were not"
+    )
+
+
+def test_a_type_that_is_wide_enough_is_not_blamed_for_ids_that_wrapped() -> None:
+    """int16 holds the largest of 32,768 ids; uint8, through which they went, does not."""
+    story = RoutedRequest(
+        changes={
+            "num_experts": 32768,
+            "num_layers": 1,
+            "moe_layers": (0,),
+            "dtype": "int16",
+        }
+    )
+    finding = only_finding(
+        story.judged(story.good().astype(np.uint8).astype(np.int16)), "routes.dtype"
+    )
+    assert finding.observed.startswith("uint8 holds at most 255; ids wrapped in")
 
 
 def _last_word(rows: int, declared: str = "T-1") -> Judgement:

@@ -75,6 +75,23 @@ class TestEngineTags:
         passes(self.ID, self._overtaken(1, header=engine), replies_under_one_version=1)
         finds(self.ID, self._overtaken(5, header=engine))
 
+    @pytest.mark.parametrize(
+        ("shown", "excused"), [(0, True), (1, True), (2, True), (8, False), (9, False)]
+    )
+    def test_a_declared_reading_lies_between_admission_and_reply(
+        self, shown: int, excused: bool
+    ) -> None:
+        """Labels that were replaced before the admission, or come after the reply, do not count."""
+        engine = contract(versions="sample", rows="none", tag_read="emission")
+        story = TraceScript(versions="none", header={"engine": engine})
+        story.weights(8).weights(0).submit(max_tokens=4)
+        call = story.call((1, 2))
+        story.weights(1).weights(2)
+        spans = (Span(start=0, end=2, version=0), Span(start=2, end=4, version=2))
+        story.reply(call, (11, 12, 13, 14), version=shown, true_tokens=spans)
+        story.result((11, 12, 13, 14)).weights(9)
+        assert (0 if excused else 1) == check(self.ID, story).found
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_the_stack_is_not_blamed_for_its_engine(self, kind: str) -> None:
         """It relays what it was shown; only the engine is named."""
