@@ -363,6 +363,31 @@ def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
     assert outcome["8 logprobs for 5 response tokens: accepted"] == "8 were cut to 5 tokens"
 
 
+class _MakesUpChoices(_Careless):
+    """Tokens without a row get experts that a router could have chosen, the final one as well."""
+
+    def routes(self, sample: Rollout, start: int) -> Any:
+        routes, marks = super().routes(sample, start)
+        if sample.routes is not None and len(sample.routes) == 2:
+            places = slice(start + 2, start + len(sample.prompt_ids) + len(sample.response_ids))
+            routes[places] = np.array([[1, 4], [2, 5], [3, 6]])
+        return routes, marks
+
+    def row(self, sample: Rollout) -> BatchRow:
+        return Padder.row(self, sample)
+
+
+def test_choices_that_were_made_up_are_shown() -> None:
+    """Those of the first layer; the final token needs no row, so that its filler is no fault."""
+    report = judge_batches(_MakesUpChoices)
+    result = next(result for result in report.results if result.id == "batch.refuses")
+    outcome = {finding.title: finding.observed for finding in result.findings}
+    assert (
+        outcome["2 route rows for 7 tokens: accepted"]
+        == "experts [1, 4] is at 4 tokens that have no row, and is replayed"
+    )
+
+
 def test_a_short_sample_may_be_kept_where_its_missing_rows_are_marked() -> None:
     """-1, or marks, keep a trainer from replaying missing rows; then the sample need not be
     refused.

@@ -80,6 +80,20 @@ class TestTooEarly:
         script.weights(0, label=1, loaded=False, progress={}).reply(call, (11, 12), version=1)
         passes(ID, script.weights(1), labels_of_updates=1)
 
+    def test_a_reply_without_new_tokens_is_no_fault(self) -> None:
+        """The call was aborted with what it had."""
+        script, call = _running()
+        script.weights(0, label=1, loaded=False, progress={call: 2}).reply(call, (11, 12))
+        passes(ID, script.weights(1), labels_of_updates=1)
+
+    def test_a_call_that_was_cut_back_takes_no_tokens_from_another(self) -> None:
+        """A preempted call reports fewer tokens than before."""
+        script, call = _running()
+        other = script.call((1, 3))
+        script.weights(0, label=1, loaded=False, progress={call: 2, other: 2})
+        script.weights(1, progress={call: 1, other: 3})
+        assert finds(ID, script).observed.startswith("1 token from event")
+
 
 def test_other_weights_under_the_label_of_an_update_are_found() -> None:
     """The previous checkpoint."""
@@ -225,6 +239,12 @@ class TestOwnLabels:
         call = script.call((1, 2))
         _asked(script).weights(0, label="step-1", loaded=False, progress={call: 1})
         script.reply(call, (11, 12, 13)).weights(1, label="step-1")
+        inapplicable(ID, script, "the stack publishes none, or its own")
+
+    def test_weights_that_no_update_asked_for_name_no_label(self) -> None:
+        """Whether the label was there before them is not known."""
+        script, call = self._early()
+        script.reply(call, (11, 12, 13)).weights(7, label="step-1")
         inapplicable(ID, script, "the stack publishes none, or its own")
 
     def test_equal_weights_under_a_new_label_pass(self) -> None:
