@@ -1,9 +1,12 @@
-"""The fixtures `rollproof_sglang` and `rollproof_vllm`: fake servers, judged at its end."""
+"""The fixtures `rollproof_sglang` and `rollproof_vllm`: fake servers, judged at the end of a test.
+
+In processes of their own: what httpx imports at its first call would otherwise be gone from
+`sys.modules` at the end of the inner session, and be imported a second time.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -57,7 +60,7 @@ def test_faulty(rollproof_sglang):
     generate(fleet.url, [5, 6, 7], lost=1)
 """
     )
-    result = pytester.runpytest_inprocess("--rollproof-report=report.json")
+    result = pytester.runpytest_subprocess("--rollproof-report=report.json")
 
     result.assert_outcomes(passed=1, failed=1)
     said = str(result.stdout)
@@ -69,7 +72,6 @@ def test_faulty(rollproof_sglang):
     reports = json.loads((pytester.path / "report.json").read_text(encoding="utf-8"))["reports"]
     assert [0, 1] == [min(report["summary"]["fail"], 1) for report in reports]
     assert (pytester.path / "faulty.json").exists()
-    assert "ROLLPROOF_URL" not in os.environ
 
 
 def test_a_test_in_which_nothing_was_judged_is_unknown(pytester: pytest.Pytester) -> None:
@@ -89,7 +91,7 @@ def test_no_check(rollproof_sglang):
     generate(fleet.url, [5, 6, 7])
 """
     )
-    result = pytester.runpytest_inprocess("-rA")
+    result = pytester.runpytest_subprocess("-rA")
 
     assert pytest.ExitCode.TESTS_FAILED == result.ret
     said = " ".join(summary(result).split())
@@ -97,7 +99,7 @@ def test_no_check(rollproof_sglang):
     assert "1 call reached the fake server, and no sample was reported: decorate" in said
     assert "No check could be judged" in said
     result.stdout.fnmatch_lines(["*3 unknown in*"])
-    pytester.runpytest_inprocess("-o", "rollproof_unknown=skip").assert_outcomes(skipped=3)
+    pytester.runpytest_subprocess("-o", "rollproof_unknown=skip").assert_outcomes(skipped=3)
 
 
 def test_an_exception_of_the_test_comes_first(pytester: pytest.Pytester) -> None:
@@ -124,7 +126,7 @@ def test_ended(rollproof_sglang):
         rollproof_sglang(CONTRACT, flavour="vllm")
 """
     )
-    result = pytester.runpytest_inprocess()
+    result = pytester.runpytest_subprocess()
 
     result.assert_outcomes(passed=1, failed=1)
     assert "stitch.tokens" not in str(result.stdout)
@@ -155,7 +157,7 @@ def test_both(rollproof_sglang, rollproof_vllm):
     complete()
 """
     )
-    result = pytester.runpytest_inprocess()
+    result = pytester.runpytest_subprocess()
 
     result.assert_outcomes(passed=1)
     assert 3 == summary(result).count("test_both  [profile recorded")
