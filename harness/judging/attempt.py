@@ -8,6 +8,9 @@ from rollproof.core.events.rollout import Admit, Call, Fault, Reply
 
 __all__ = ["Attempt"]
 
+_TO_COME = ("late-reply", "duplicate-reply")
+"""Faults of a call after which its reply is still to come."""
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -20,6 +23,7 @@ class Attempt:
     faults: The faults that happened to it.
     partial: What the stack kept of a stream that broke (``rollproof.judging.partial_replies``).
     stopped_by_stack: Whether the stack itself aborted this call, by its id.
+    died: The index of the event at which its server died, or of the call if it was dead already.
     """
 
     number: int
@@ -29,6 +33,7 @@ class Attempt:
     faults: list[Fault] = field(default_factory=list)
     partial: Reply | None = None
     stopped_by_stack: bool = False
+    died: int | None = None
 
     @property
     def consumed(self) -> Reply | None:
@@ -46,3 +51,10 @@ class Attempt:
     def broke(self) -> bool:
         """Whether the stack may have received a reply in part or not at all."""
         return any(fault.what == "broken-stream" for fault in self.faults)
+
+    @property
+    def ends(self) -> list[int]:
+        """The events at which the call ended."""
+        ends = [reply.index for reply in self.replies]
+        ends += [fault.index for fault in self.faults if fault.what not in _TO_COME]
+        return ends if self.died is None else [*ends, self.died]

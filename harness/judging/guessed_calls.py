@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GuessedCalls"]
 
-_TO_COME = ("late-reply", "duplicate-reply")
-"""Faults of a call after which its reply is still to come."""
-
-
 class GuessedCalls:
     """The calls of a driven run that belong to one of several requests, or to none."""
 
@@ -59,11 +55,12 @@ class GuessedCalls:
         name = view.request.request_id
         self._leave_out(view)
         if _has_tokens(view):
-            # nothing says which of several requests was refused, or aborted before its first token
+            # nothing says which of several requests was refused, or aborted before its first token;
+            # a call that was lost may explain others
             brought = [
                 call
                 for call in view.attempts
-                if call.call.candidates in ((), (name,)) or _brought(call)
+                if call.call.candidates in ((), (name,)) or not call.replies or _brought(call)
             ]
             if brought and len(brought) < len(view.attempts):
                 self._spare += [call for call in view.attempts if call not in brought]
@@ -138,7 +135,7 @@ class GuessedCalls:
             if not explains(view):
                 continue
             # a call that nothing has ended yet is shown to be nobody's
-            chain = [call for call in chain if _ends(call)]
+            chain = [call for call in chain if call.ends]
             # first to others: numbers are by request
             for other in others:
                 if any(call in chain for call in other.attempts):
@@ -242,17 +239,10 @@ def _may_begin_again(chain: Sequence[Attempt], attempt: Attempt) -> bool:
     sends the same prompt; after an end by the engine, the environment may have added to it.
     """
     last = chain[-1]
-    ended = _ends(last)
-    if not ended or min(ended) > attempt.call.index:
+    if not last.ends or min(last.ends) > attempt.call.index:
         return False
     if any(call.consumed is not None and call.consumed.output.token_ids for call in chain):
         return False
     reply = last.consumed
     aborted = reply is None or reply.output.finish_reason is FinishReason.ABORT
     return attempt.call.prompt_ids == last.call.prompt_ids or not aborted
-
-
-def _ends(attempt: Attempt) -> list[int]:
-    """Return at which events a call ended."""
-    faults = [fault.index for fault in attempt.faults if fault.what not in _TO_COME]
-    return [*(reply.index for reply in attempt.replies), *faults]

@@ -218,6 +218,7 @@ class Judge:
         )
         self._tally = tally
         self._calls: dict[int, tuple[RequestView | None, Attempt]] = {}
+        self._dead: set[str] = set()
         self._driven = header.case is not None
         self._guessed = GuessedCalls()
         self._internal: list[Attempt] = []
@@ -292,7 +293,7 @@ class Judge:
     def _call(self, event: Call) -> None:
         view = self.context.open.get(event.request_id)
         if view is not None:
-            attempt = Attempt(number=len(view.attempts), call=event)
+            attempt = self._attempt(event, len(view.attempts))
             view.attempts.append(attempt)
             self._calls[event.call_id] = (view, attempt)
             if attempt.number and (streamed(view.attempts[-2]) or view.attempts[-2].broke):
@@ -303,18 +304,22 @@ class Judge:
         # theirs. It may miss calls: only those of a driven run are resolved, when a request ends.
         if self._driven:
             if event.internal:
-                attempt = Attempt(number=0, call=event)
+                attempt = self._attempt(event)
                 self._calls[event.call_id] = (None, attempt)
                 self._internal.append(attempt)
             # a worker may go on in the context of a request that has ended
             elif event.candidates and view is None:
-                attempt = Attempt(number=0, call=event)
+                attempt = self._attempt(event)
                 self._calls[event.call_id] = (None, attempt)
                 self._guessed.add(attempt)
             return
         for request_id in event.candidates:
             if request_id in self.context.open:
                 self.context.open[request_id].unattributed_calls = True
+
+    def _attempt(self, event: Call, number: int = 0) -> Attempt:
+        dead = event.server_id in self._dead
+        return Attempt(number=number, call=event, died=event.index if dead else None)
 
     def _admit(self, event: Admit) -> None:
         if event.call_id in self._calls:
@@ -366,6 +371,13 @@ class Judge:
             attempt.faults.append(event)
             if view is not None and attempt.broke:
                 assign_partial_replies(view)
+        elif event.server_id is not None and event.what == "death":
+            self._dead.add(event.server_id)
+            for _, attempt in self._calls.values():
+                if attempt.call.server_id == event.server_id and not attempt.replies:
+                    attempt.died = attempt.died or event.index
+        elif event.server_id is not None and event.what == "revive":
+            self._dead.discard(event.server_id)
 
     def _precede(self, event: Event) -> None:
         self._preceding.add(event)

@@ -1,7 +1,8 @@
 """Decide which calls of a request made its sample, where calls raced.
 
 A stack may send one prompt twice and use one of the replies (hedging, a retry while the first call
-still runs), or call before the environment has answered and throw that call away. The next call or
+still runs), or call before the environment has answered and throw that call away. A copy that is
+lost may be sent again, also after the other one was answered. The next call or
 the delivered sample shows which reply was used. The others are no part of the sample: they become
 ``RequestView.set_aside``, so that no check takes them for segments.
 """
@@ -53,6 +54,7 @@ def set_aside_losers(view: RequestView) -> None:
     if losers:
         view.set_aside += losers
         set_attempts(view, kept)
+    _set_aside_unaware(view)
     _set_aside_speculation(view)
 
 
@@ -109,7 +111,8 @@ def _kept(view: RequestView) -> tuple[list[Attempt], bool]:
             losers += [
                 id(call)
                 for call in race
-                if call is not winner and (call.consumed or _same_instant(winner, call))
+                if call is not winner
+                and (call.consumed or _same_instant(winner, call) or _belated(call, race))
             ]
         else:
             undecided = undecided or not _is_retry(race)
@@ -127,27 +130,38 @@ def _given_up(call: Attempt, attempts: Sequence[Attempt]) -> bool:
 
 
 def _races(attempts: Sequence[Attempt]) -> Iterable[list[Attempt]]:
-    """Return the calls that sent the same prompt and overlapped."""
+    """Return the calls that sent the same prompt and overlapped, with the retries of lost ones."""
     alike: dict[tuple[int, ...], list[Attempt]] = {}
     for attempt in attempts:
         alike.setdefault(attempt.call.prompt_ids, []).append(attempt)
     for calls in alike.values():
         race: list[Attempt] = []
-        end = -1.0
+        # the lost calls that no later call has retried
+        lost: list[Attempt] = []
         for call in calls:
-            if any(_same_instant(earlier, call) for earlier in race):
-                race.append(call)
-                continue
-            if not call.replies:
-                continue
-            if call.call.index >= end:
-                if len(race) > 1:
+            retried = next((other for other in lost if not _awaited(other, call)), None)
+            if retried is not None:
+                lost.remove(retried)
+            elif not any(_awaited(other, call) or _same_instant(other, call) for other in race):
+                if _is_race(race):
                     yield race
-                race = []
+                race, lost = [], []
             race.append(call)
-            end = max(end, _end(call))
-        if len(race) > 1:
+            if call.consumed is None:
+                lost.append(call)
+        if _is_race(race):
             yield race
+
+
+def _is_race(calls: Sequence[Attempt]) -> bool:
+    replied = [call for call in calls if call.replies]
+    return len(replied) > 1 or any(_belated(call, replied) for call in calls)
+
+
+def _belated(call: Attempt, race: Sequence[Attempt]) -> bool:
+    """Return whether a call was lost that was made when another of its race had been answered."""
+    replies = [other.consumed.index for other in race if other.consumed is not None]
+    return call.consumed is None and any(index < call.call.index for index in replies)
 
 
 def _same_instant(earlier: Attempt, later: Attempt) -> bool:
@@ -163,18 +177,24 @@ def _same_instant(earlier: Attempt, later: Attempt) -> bool:
     )
 
 
-def _end(call: Attempt) -> float:
-    """Return the index at which the stack no longer waits for a call, as far as that is known."""
-    # when a client learns that a reply was lost is its own matter
-    lost = any(fault.what == "lost-reply" for fault in call.faults)
-    return math.inf if lost and call.consumed is None else call.replies[0].index
+def _awaited(call: Attempt, later: Attempt) -> bool:
+    """Return whether the stack may still have waited for a call when it made a later one."""
+    moment = later.call.index
+    if call.replies:
+        lost = any(fault.what == "lost-reply" for fault in call.faults)
+        # when a client learns that a reply was lost is its own matter
+        return (lost and call.consumed is None) or moment < call.replies[0].index
+    if call.died == call.call.index:
+        # a dead server refuses a call after it was made
+        return later.call.time == call.call.time
+    return all(moment < end for end in call.ends)
 
 
 def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None, bool]:
     """Return the call whose reply was used, and whether that is certain."""
     received = [call for call in race if call.consumed is not None]
-    if not received:
-        return None, True
+    if len(received) < 2:
+        return next(iter(received), None), True
     shown = _shown(view, race)
     if shown is None:
         # neither a call nor a sample came of it: an abort is why a sample was dropped, and else no
@@ -188,7 +208,9 @@ def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None,
     if not full:
         # After a fault a client may have dropped the other reply as well, and called again.
         return best, shown.final or not any(call.faults for call in race)
-    both = next((c for c in received if c is not best and _follows(c, best, shown, start)), None)
+    both = next(
+        (c for c in received if c is not best and _follows(view, c, best, shown, start)), None
+    )
     if both is not None:
         # lifecycle.one-reply-per-retry judges replies to a call and its retry that were both used
         earlier, later = sorted((best, both), key=_called)
@@ -207,7 +229,7 @@ def _shown(view: RequestView, race: Sequence[Attempt]) -> _Shown | None:
     empty = any(call.consumed and not call.consumed.output.token_ids for call in race)
     for call in view.attempts:
         sent = call.call.prompt_ids
-        if call.call.index <= min(moments) or sent[: len(prompt)] != prompt:
+        if call.call.index <= min(moments) or sent[: len(prompt)] != prompt or call in race:
             continue
         # The same prompt after the race shows that a reply without tokens was used.
         if sent != prompt or (empty and call.call.index > max(moments)):
@@ -240,14 +262,20 @@ def _fit(call: Attempt, shown: _Shown, start: int) -> tuple[bool, int]:
     return same == len(sampled) or (shown.final and same == len(after) > 0), same
 
 
-def _follows(other: Attempt, best: Attempt, shown: _Shown, start: int) -> bool:
-    """Return whether the entire reply of another call follows that of the best one."""
+def _follows(
+    view: RequestView, other: Attempt, best: Attempt, shown: _Shown, start: int
+) -> bool:
+    """Return whether the entire reply of another call follows that of the best one, and the
+    environment says something else.
+    """
     first, second = best.consumed, other.consumed
     assert first is not None
     assert second is not None
     begin = start + len(first.output.token_ids)
     tokens = second.output.token_ids
-    return bool(tokens) and shown.ids[begin : begin + len(tokens)] == tokens
+    if not tokens or shown.ids[begin : begin + len(tokens)] != tokens:
+        return False
+    return first.output.finish_reason not in _TURN_ENDS or not view.is_answer(tokens)
 
 
 def _likely(call: Attempt, shown: _Shown, start: int) -> tuple[bool, bool, int]:
@@ -316,6 +344,29 @@ def _called(call: Attempt) -> int:
 def _moment(call: Attempt) -> int:
     assert call.consumed is not None
     return call.consumed.index
+
+
+def _set_aside_unaware(view: RequestView) -> None:
+    """Set aside second copies that were sent in the instant of the first one's reply, if the sample
+    needs only the first: whoever sent them did not know of it.
+    """
+    before = list(view.attempts)
+    copies = [
+        later
+        for number, later in enumerate(before)
+        for earlier in before[:number]
+        if earlier.consumed is not None
+        and earlier.consumed.output.token_ids
+        and earlier.consumed.time == later.call.time
+        and earlier.call.prompt_ids == later.call.prompt_ids
+    ]
+    if not copies:
+        return
+    set_attempts(view, [call for call in before if call not in copies])
+    if _explains(view):
+        view.set_aside += copies
+    else:
+        set_attempts(view, before)
 
 
 def _set_aside_speculation(view: RequestView) -> None:

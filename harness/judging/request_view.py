@@ -103,7 +103,7 @@ class RequestView:
 
     def settle(self) -> None:
         """Forget what was computed before the request ended, while it was a neighbour of others."""
-        for name in ("stitched", "segments", "total_ids", "_turns"):
+        for name in ("stitched", "segments", "total_ids", "turns"):
             self.__dict__.pop(name, None)
         self.memo.clear()
 
@@ -122,11 +122,11 @@ class RequestView:
             self.observations,
             provenance,
             unrecorded_turns=open_ended,
-            turns=self._turns,
+            turns=self.turns,
         )
 
     @cached_property
-    def _turns(self) -> Sequence[tuple[int, ...]]:
+    def turns(self) -> Sequence[tuple[int, ...]]:
         """The answers of the environment, cut to the limits of the stack."""
         limits = self.contract.limits
         turns = self.request.turns
@@ -138,6 +138,12 @@ class RequestView:
         received = [attempt for attempt in self.attempts if attempt.consumed is not None]
         return sorted(
             received, key=lambda attempt: attempt.consumed.index if attempt.consumed else 0
+        )
+
+    def is_answer(self, token_ids: tuple[int, ...]) -> bool:
+        """Return whether tokens begin an answer of the environment, or are the beginning of one."""
+        return any(
+            words[: len(token_ids)] == token_ids[: len(words)] for words in self.turns if words
         )
 
     @property

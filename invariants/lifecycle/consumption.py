@@ -148,7 +148,7 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
     for junction in _junctions(view):
         if junction.explained:
             continue
-        pair = _pair(junction)
+        pair = _pair(view, junction)
         if pair is not None:
             out.finding(
                 "the replies of a call and of its retry were both used",
@@ -201,7 +201,7 @@ def _late_replies(view: RequestView) -> list[tuple[str, Attempt, Reply]]:
     ]
 
 
-def _pair(junction: _Junction) -> tuple[Attempt, Attempt] | None:
+def _pair(view: RequestView, junction: _Junction) -> tuple[Attempt, Attempt] | None:
     for first, first_reply in junction.replies:
         for second, second_reply in junction.replies:
             if (
@@ -209,6 +209,9 @@ def _pair(junction: _Junction) -> tuple[Attempt, Attempt] | None:
                 or not first_reply.output.token_ids
                 or not second_reply.output.token_ids
             ):
+                continue
+            # the environment may say what the second reply holds, by chance
+            if view.is_answer(second_reply.output.token_ids):
                 continue
             # A call that continues the first reply is a resume, and then both replies belong into
             # the sample.

@@ -102,6 +102,83 @@ def test_an_answer_that_is_thrown_away_is_found() -> None:
     assert "Call 2 throws away 2 of 2 tokens delivered before it" == finding.title
 
 
+def _lost_copy(*, wait: bool) -> TraceScript:
+    """Two calls of one prompt, or one after the other's answer; the second is lost with its server,
+    and sent again twice, the first time to a dead server.
+    """
+    script = opened()
+    one = script.call((1, 2))
+    lost = None if wait else script.call((1, 2), server="s1")
+    script.reply(one, (3,), reason="abort")
+    lost = lost or script.call((1, 2), server="s1")
+    script.fault("death", "s1")
+    script.call((1, 2), server="s1")
+    script.reply(script.call((1, 2)), (3, 4), reason="stop")
+    return script
+
+
+def test_the_retries_of_a_lost_copy_belong_to_its_race() -> None:
+    """Whoever waits for both copies may use either, also when one was sent again after the other's
+    answer. A call that was made after the answer throws it away.
+    """
+    either = _lost_copy(wait=False).result((3, 4))
+    passes("stitch.resume-prompt", either)
+    passes("lifecycle.survives-death", either)
+    passes("stitch.tokens", either, **{"single-call_samples": 1})
+    first = _lost_copy(wait=False)
+    first.reply(first.call((1, 2, 3)), (5,), reason="stop").result((3, 5))
+    passes("stitch.resume-prompt", first)
+    passes("lifecycle.survives-death", first)
+    for check_id in ("stitch.resume-prompt", "lifecycle.survives-death"):
+        finds(check_id, _lost_copy(wait=True).result((3, 4)))
+
+
+def test_a_lost_copy_excuses_one_retry() -> None:
+    """The call that was sent again is answered; another call with its prompt throws that away."""
+    script = opened()
+    lost = script.call((1, 2), server="s1")
+    script.fault("death", "s1")
+    script.reply(script.call((1, 2)), (3,), reason="abort")
+    script.reply(script.call((1, 2)), (3, 4), reason="stop")
+    assert lost
+    finds("stitch.resume-prompt", script.result((3, 4)))
+
+
+def test_a_retry_of_a_lost_copy_may_stay_without_an_answer() -> None:
+    """The reply of the other copy ended the request: the retries are no calls after its end."""
+    script = opened()
+    one = script.call((1, 2))
+    script.call((1, 2), server="s1")
+    script.reply(one, (3,), reason="stop").fault("death", "s1")
+    script.call((1, 2), server="s1")
+    script.result((3,))
+    for check_id in ("stitch.no-call-after-end", "lifecycle.survives-death"):
+        passes(check_id, script)
+
+
+def test_a_copy_sent_in_the_instant_of_the_first_reply_is_set_aside() -> None:
+    """A hedge that waits two seconds does not know of a reply that arrives in the second one. The
+    reply that the sample holds is the first one's; else the call has thrown it away.
+    """
+    for response, found in (((3, 4), False), ((5, 6), True)):
+        script = opened()
+        script.reply(script.call((1, 2)), (3, 4), reason="stop")
+        script._time -= 1
+        script.reply(script.call((1, 2), server="s1"), (5, 6), reason="stop").result(response)
+        assert found == bool(check("stitch.no-call-after-end", script).findings)
+
+
+def test_an_answer_of_the_environment_may_equal_a_reply() -> None:
+    """The next call has the reply of one copy, and words that are the reply of the other."""
+    script = TraceScript(multi_turn=True)
+    script.submit(turns=((7,),))
+    one, other = script.call((1, 2)), script.call((1, 2), server="s1")
+    script.reply(one, (7,), reason="stop").reply(other, (7,), reason="stop")
+    script.reply(script.call((1, 2, 7, 7)), (4,), reason="stop").result((7, 7, 4))
+    passes("lifecycle.one-reply-per-retry", script)
+    passes("stitch.environment-tokens", script)
+
+
 ONE = {"samples under one version": 1}
 
 

@@ -12,7 +12,13 @@ import pytest
 
 import rollproof
 from rollproof.verification.rollouts import cases_for, run_conformance
-from tests.odd_stacks import odd_callers, odd_conversations, odd_samples, odd_updates
+from tests.odd_stacks import (
+    odd_callers,
+    odd_conversations,
+    odd_hedges,
+    odd_samples,
+    odd_updates,
+)
 from tests.odd_stacks.bases import control, convo, indexed, padded, pool, thin, whole
 
 BASES = (control.Control, convo.Convo, pool.Pool, thin.Thin, whole.Whole)
@@ -20,7 +26,7 @@ STACKS = [
     *BASES,
     *(
         stack
-        for module in (odd_callers, odd_conversations, odd_samples, odd_updates)
+        for module in (odd_callers, odd_conversations, odd_hedges, odd_samples, odd_updates)
         for name, stack in sorted(vars(module).items())
         if inspect.isclass(stack) and stack.__module__ == module.__name__
         if hasattr(stack, "rollout")
@@ -40,7 +46,7 @@ def test_an_unusual_stack_is_not_blamed(stack: Any) -> None:
 
 def test_all_stacks_are_run() -> None:
     """The table finds the classes by what they have: none may drop out unseen."""
-    assert 37 == len(STACKS)
+    assert 43 == len(STACKS)
 
 
 def test_an_unusual_batch_is_not_blamed() -> None:
