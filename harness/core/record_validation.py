@@ -7,8 +7,8 @@ faults of the stack, which the checks find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from rollproof.core.json_codec import misfit_of
 from rollproof.core.records import (
     EngineOutput,
     FinishReason,
+    IntArray,
     Request,
     Rollout,
     as_logprobs,
@@ -48,17 +49,35 @@ _REASONS = frozenset(FinishReason)
 _T = TypeVar("_T", bound=Any)
 
 
-def validate_rollout(value: object, where: str) -> Rollout:
+def validate_rollout(value: object, where: str, dtypes: Sequence[str] = ()) -> Rollout:
     """Return a rollout with arrays of its own.
 
     Args:
         value: What a method of the user's returned.
         where: The name of that method.
+        dtypes: The types that the contract declares for routes. Plain lists, which have no type,
+            become the first one that holds their numbers.
 
     Raises:
         SubjectError: It is no rollout, or no trace can hold it.
     """
-    return _sound(value, Rollout, where)
+    rollout: Rollout = _sound(value, Rollout, where)
+    routes = rollout.routes
+    if routes is None or not routes.size or not _is_untyped(getattr(value, "routes", None)):
+        return rollout
+    fitting = [name for name in dtypes if _holds(np.iinfo(name), routes)]
+    return replace(rollout, routes=routes.astype(fitting[0])) if fitting else rollout
+
+
+def _is_untyped(value: object) -> bool:
+    """Return whether a value is a list of Python integers, or of such lists."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return type(value) is int
+
+
+def _holds(limits: Any, numbers: IntArray) -> bool:
+    return bool(limits.min <= numbers.min() and numbers.max() <= limits.max)
 
 
 def validate_output(value: object, where: str) -> EngineOutput:

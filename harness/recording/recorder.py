@@ -195,7 +195,9 @@ class Recording:
     ) -> None:
         """Record the end of a request: a sample, an error, or neither if it was dropped."""
         if rollout is not None:
-            rollout = validate_rollout(rollout, "The caller of result()")
+            rollout = validate_rollout(
+                rollout, "The caller of result()", self._header.contract.dtypes
+            )
         ended = rollout.request_id if rollout is not None else request_id
         if ended is None:
             raise UsageError(
@@ -372,7 +374,7 @@ class Recording:
         if native is None:
             self.result(request_id=request.request_id)
             return
-        rollout = validate_rollout(to_record(native), "to_record")
+        rollout = validate_rollout(to_record(native), "to_record", self._header.contract.dtypes)
         # The field's frameworks build samples from batches, where rows are easily swapped.
         if rollout.request_id != request.request_id:
             raise SubjectError(

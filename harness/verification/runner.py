@@ -343,7 +343,7 @@ class _Run:
             raise SubjectError(
                 f"{where} raised {describe_error_with_place(error)} on {type(native).__name__}."
             ) from error
-        rollout = validate_rollout(rollout, where)
+        rollout = validate_rollout(rollout, where, self.contract.dtypes)
         return replace(rollout, request_id=self._request_named(rollout.request_id, request))
 
     def _request_named(self, name: str, request: Request) -> str:

@@ -55,6 +55,32 @@ def test_another_seed_gives_another_trace(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (lambda routes: routes.tolist(), np.uint8),
+        (lambda routes: list(map(np.ndarray.tolist, routes)), np.uint8),
+        (lambda routes: routes.astype(np.int64), np.int64),
+        (lambda routes: list(routes.astype(np.int64)), np.int64),
+        (lambda routes: (routes.astype(np.int64) + 300).tolist(), np.int64),
+    ],
+)
+def test_routes_in_plain_lists_have_the_declared_type(given: Any, expected: Any) -> None:
+    """Lists have no type: they take the declared one if it holds their numbers. Arrays keep
+    theirs.
+    """
+
+    class Listed(AsSampled):
+        def to_record(self, native: Any) -> Rollout:
+            record = super().to_record(native)
+            assert isinstance(record, Rollout) and record.routes is not None
+            return replace(record, routes=given(record.routes))
+
+    rollout = result_of(run_case(Listed, CASE)).rollout
+    assert rollout is not None and rollout.routes is not None
+    assert expected == rollout.routes.dtype
+
+
 def test_what_a_rollout_raises_is_an_outcome() -> None:
     """An exception of the stack becomes the request's result, with its class and text."""
 
