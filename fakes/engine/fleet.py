@@ -45,17 +45,19 @@ Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
 
 
 class Fleet:
-    """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``.
+    """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``
+    (under ``first_label``, if a stack is known to have labels of another form).
 
     ``pause_mode`` and ``clear_cache`` are the defaults of ``sync``; a subject with another update
     procedure sets them in ``start``. Make it inside a running event loop. Raises ``CaseError`` for
     a case that cannot be run.
     """
 
-    def __init__(self, case: Case, recorder: Recorder) -> None:
+    def __init__(self, case: Case, recorder: Recorder, *, first_label: str | None = None) -> None:
         self.case = case
         self.recorder = recorder
         _check(case)
+        label: Version = case.first_version if first_label is None else first_label
         self.flavour: Flavour = flavour_named(case.flavour)
         self.policy: CodedPolicy = CodedPolicy.from_model(case.model, case.seed)
         self.pause_mode: PauseMode = case.pause_mode
@@ -76,13 +78,14 @@ class Fleet:
                 case.engine,
                 recorder,
                 version=case.first_version,
-                label=case.first_version,
+                label=label,
                 hooks=self.schedule,
                 max_length=case.engine.max_length or max(MAX_LENGTH, longest + 1),
             )
             for name in (f"s{i}" for i in range(case.servers))
         }
         self.balancer: Balancer = Balancer(tuple(self.servers))
+        self._first_label = label
         self._labels = case.first_version
         self._trained = self._claimed = case.first_version
         self._updating = 0
@@ -93,7 +96,7 @@ class Fleet:
         self._acting = asyncio.Lock()
         self._waiting: set[asyncio.Task[Any] | None] = set()
         self._true: dict[int, int] = {}
-        self._synced: tuple[int, Version] = (case.first_version, case.first_version)
+        self._synced: tuple[int, Version] = (case.first_version, label)
         # one update at a time; the known bug updates-interleave does without this lock
         self._lock = asyncio.Lock()
         self._updater: Updater = self.sync
@@ -110,6 +113,16 @@ class Fleet:
                     flushed=True,
                 )
             )
+
+    @property
+    def first_label(self) -> str | None:
+        """The first label in the form of those that the stack published, if these are strings.
+
+        Only a run shows the form of a stack's labels: a stack that orders its strings cannot order
+        them and a number.
+        """
+        label = self._shown(self.case.first_version)
+        return label if isinstance(label, str) else None
 
     @property
     def engine_contract(self) -> Contract:
@@ -336,6 +349,7 @@ class Fleet:
     def _shown(self, label: int) -> int | str:
         """Return a label of the harness in the form of those that the stack publishes."""
         published = [server.published for server in self.servers.values() if server.published]
+        published.append((self.case.first_version, self._first_label))
         return in_form(
             label,
             [

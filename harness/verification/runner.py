@@ -47,12 +47,18 @@ def run_case(
     """Run ``case`` against ``factory()`` and return its trace.
 
     An exception from ``rollout`` becomes a ``Result`` with an error, a rollout that never ends a
-    ``Result`` that hung. Raises ``SubjectError`` if the subject does not implement its protocol,
-    does not start, does not return a ``Rollout`` from ``to_record``, or needs threads, sockets or
-    an event loop of its own.
+    ``Result`` that hung. A case in which the stack publishes strings as labels is run again, with a
+    first label of their form.
+
+    Raises ``SubjectError`` if the subject does not implement its protocol, does not start, does not
+    return a ``Rollout`` from ``to_record``, or needs threads, sockets or an event loop of its own.
     """
     run = _Run(factory, case)
     run.through(run.main, _JUMPS)
+    first_label = run.fleet.first_label
+    if first_label is not None:
+        run = _Run(factory, case, first_label)
+        run.through(run.main, _JUMPS)
     header = Header(
         subject=name or name_of(factory),
         contract=run.contract,
@@ -86,6 +92,7 @@ class _Ended:
 class _Run:
     factory: SubjectFactory
     case: Case
+    first_label: str | None = None
     events: list[Event] = field(default_factory=list)
     ended: list[_Ended] = field(default_factory=list)
     later: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -143,7 +150,7 @@ class _Run:
         An ill-typed contract is refused before anything runs.
         """
         self.recorder = Recorder(asyncio.get_running_loop().time)
-        self.fleet = Fleet(self.case, self.recorder)
+        self.fleet = Fleet(self.case, self.recorder, first_label=self.first_label)
         self.subject = self._make()
         await self._bounded("start", self.fleet)
         assert self.contract

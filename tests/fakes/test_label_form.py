@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollproof.core.case import ActionKind
-from rollproof.core.events.rollout import Weights
-from rollproof.core.records import Version
+from rollproof.core.events.rollout import Result, Weights
+from rollproof.core.records import Request, Version
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.label_form import in_form
@@ -76,6 +76,31 @@ def test_the_harness_publishes_strings_where_the_stack_does(action: object, firs
     )
     events = run_case(_Named, schedule).events
     labels = [event.label for event in events if isinstance(event, Weights)]
-    assert [first, first] == labels[:2]
-    assert {True} == {str(label).startswith("step-") for label in labels[2:]}, labels
+    assert {True} == {str(label).startswith("step-") for label in labels}, labels
     assert any(event.by_harness for event in events if isinstance(event, Weights))
+
+
+class _Ordered(AsSampled):
+    """Publishes ``step-N`` at its updates alone, and orders the labels that it sees."""
+
+    async def rollout(self, request: Request) -> object:
+        sample = await super().rollout(request)
+        sorted({server.label for server in self.fleet.servers.values()})  # type: ignore[type-var]
+        return sample
+
+    update_weights = _Named.update_weights
+
+
+def test_the_first_label_has_the_form_of_the_stacks_own() -> None:
+    """A stack that orders its strings must not meet a number among them."""
+    schedule = case(act(ActionKind.SYNC, 1), requests=(request(),), servers=2, first_version=17)
+    events = run_case(_Ordered, schedule).events
+    shown = [event.label for event in events if isinstance(event, Weights)]
+    assert ["step-17"] * 2 == shown[:2]
+    assert [None] == [event.error for event in events if isinstance(event, Result)]
+
+
+def test_the_first_label_stays_a_number_where_the_stack_publishes_none() -> None:
+    """A case without an update does not show the form."""
+    events = run_case(_Ordered, case(requests=(request(),), servers=1)).events
+    assert [0] == [event.label for event in events if isinstance(event, Weights)]
