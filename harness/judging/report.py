@@ -76,8 +76,8 @@ class Report:
     flavours: The engine flavours on which they ran, if the subject runs on fake engines.
     seconds: Their wall time.
     notes: Remarks for the reader.
-    undelivered: Why no rollout delivered a sample, if all of them raised; not in the JSON form,
-        where it is a note.
+    undelivered: Why no rollout delivered a sample, if all raised or returned nothing; not in the
+        JSON form, where it is a note.
     """
 
     subject: str

@@ -34,8 +34,8 @@ from rollproof.verification.subject_kinds import run
 
 __all__ = ["parametrize", "run_item"]
 
-_ERRORS = "lifecycle.no-error-without-fault"
-"""The check that reports rollouts which raise."""
+_NO_SAMPLE = ("lifecycle.no-error-without-fault", "lifecycle.drops-only-as-declared")
+"""The checks that report rollouts which raise, and which return nothing."""
 
 
 def parametrize(metafunc: pytest.Metafunc, state: State) -> None:
@@ -119,17 +119,17 @@ def _raise_outcome(
 
 
 def _raise_cause(item: pytest.Function, result: CheckResult, report: Report, state: State) -> None:
-    """End an item that is unknown because every rollout ended with an error.
+    """End an item that is unknown because no rollout delivered a sample.
 
-    All such items have one cause, which the check of errors reports: they are skipped with a
-    pointer to its item. If that does not run in this session, the first of them fails with the
-    cause, so that nothing is hidden.
+    All such items have one cause, which another check reports: they are skipped with a pointer to
+    its item. If that does not run in this session, the first of them fails with the cause, so that
+    nothing is hidden.
     """
-    cause = next((other for other in report.failed if other.id == _ERRORS), None)
+    cause = next((other for other in report.failed if other.id in _NO_SAMPLE), None)
     if cause is None or not report.undelivered:
         return
     key = f"{item.nodeid.partition('[')[0]} {report.subject}"
-    shown_by = state.shown_by.get(key) or _item_of(item, _ERRORS) or item.nodeid
+    shown_by = state.shown_by.get(key) or _item_of(item, cause.id) or item.nodeid
     state.shown_by[key] = shown_by
     if shown_by != item.nodeid:
         pytest.skip(f"unknown: {result.reason}. No rollout delivered a sample: see {shown_by}")

@@ -335,20 +335,24 @@ class _Campaign:
         )
 
     def _undelivered(self) -> str:
-        """Return why no rollout delivered a sample, if all of them ended with an error."""
-        count = self.ends["error"]
-        if not count or self.ends.total() > count:
+        """Return why no rollout delivered a sample, if all of them raised or returned nothing."""
+        errors, dropped = self.ends["error"], self.ends["dropped"]
+        if not errors + dropped or self.ends["other"]:
             return ""
-        return (
-            f"no rollout delivered a sample: each of {count:,} raised an error, the first one"
-            f" {self.first_error}"
-        )
+        how = [f"each of {errors + dropped:,} returned nothing"]
+        if errors and dropped:
+            how = [f"{dropped:,} returned nothing", f"{errors:,} raised an error"]
+        elif errors:
+            how = [f"each of {errors:,} raised an error"]
+        first = f", the first one {self.first_error}" if errors else ""
+        return f"no rollout delivered a sample: {' and '.join(how)}{first}"
 
     def _count_ends(self, trace: Trace) -> None:
         for event in trace.events:
             if isinstance(event, Result):
                 failed = event.error is not None and not event.hung
-                self.ends["error" if failed else "other"] += 1
+                nothing = event.rollout is None and not event.hung
+                self.ends["error" if failed else "dropped" if nothing else "other"] += 1
                 if failed and not self.first_error:
                     self.first_error = event.error or ""
 

@@ -105,6 +105,19 @@ def test_rollouts_that_all_raise_are_one_failure(pytester: pytest.Pytester) -> N
     assert "note: no rollout delivered a sample: each of " in summary(result)
 
 
+def test_rollouts_that_all_return_nothing_are_one_failure(pytester: pytest.Pytester) -> None:
+    """The check of drops fails, and what could not be decided is skipped with a pointer to it."""
+    drops = "lifecycle.drops-only-as-declared"
+    method = "async def rollout(self, request): return None"
+    pytester.makepyfile(test_it=stack(method, "stitch.prompt", "stitch.tokens", drops))
+    result = pytester.runpytest_inprocess("-rs")
+
+    result.assert_outcomes(failed=1, skipped=2)
+    assert f"see test_it.py::test_rollouts[{drops}]" in str(result.stdout)
+    assert "note: no rollout delivered a sample: each of " in summary(result)
+    assert " returned nothing" in summary(result)
+
+
 @pytest.mark.parametrize("options", [("--deselect", f"test_it.py::test_rollouts[{ERRORS}]"), ()])
 def test_the_cause_is_shown_where_its_own_item_does_not_run(
     pytester: pytest.Pytester, options: tuple[str, ...]
