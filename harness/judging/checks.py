@@ -221,11 +221,13 @@ class Collector:
 
     It stores the first ``keep`` findings and the first one of each kind, and counts the others.
     ``excused`` counts by reason the traces for which the check said that it is inapplicable,
-    ``judged`` the other ones. ``flavours`` are the engine flavours on which each kind was found,
-    ``preceding`` are the events of the trace that is being judged.
+    ``partial`` those with a request that it was not shown, ``judged`` the other ones; ``reasons``
+    counts the traces in which data was absent, by the reason. ``flavours`` are the engine flavours
+    on which each kind was found, ``preceding`` are the events of the trace that is being judged.
     """
 
     __slots__ = (
+        "_absent",
         "_inapplicable",
         "_limit",
         "_skipped",
@@ -238,6 +240,7 @@ class Collector:
         "found",
         "judged",
         "kinds",
+        "partial",
         "preceding",
         "reasons",
     )
@@ -254,8 +257,10 @@ class Collector:
         self.crash: str | None = None
         self.excused: dict[str, int] = {}
         self.judged: int = 0
+        self.partial: int = 0
         self.flavours: dict[str, dict[str, None]] = {}
         self.preceding: PrecedingEvents | None = None
+        self._absent: set[str] = set()
         self._inapplicable: str | None = None
         self._skipped = False
         self._limit = keep
@@ -333,7 +338,10 @@ class Collector:
         """Report that the trace lacks data that the check needs: the reason of a verdict
         ``unknown``.
         """
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        # a trace with many requests counts once
+        if reason not in self._absent:
+            self._absent.add(reason)
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def skipped(self, reason: str) -> None:
         """Report that a request was not shown to the check, which would perhaps have said that the
@@ -355,8 +363,10 @@ class Collector:
     def close(self) -> None:
         """Note at the end of a trace whether it was reported as inapplicable."""
         skipped, self._skipped = self._skipped, False
+        self._absent.clear()
         if self._inapplicable is None:
             self.judged += not skipped
+            self.partial += skipped
             return
         self.excused[self._inapplicable] = self.excused.get(self._inapplicable, 0) + 1
         self._inapplicable = None
@@ -386,6 +396,7 @@ class Collector:
         for kind, flavours in other.flavours.items():
             self.flavours.setdefault(kind, {}).update(flavours)
         self.judged += other.judged
+        self.partial += other.partial
         self.crash = self.crash or other.crash
 
     def _unknown_reason(self) -> str:
@@ -393,15 +404,14 @@ class Collector:
         # Data that is absent from some traces only is not the reason: the others did not exercise
         # the check either.
         unexercised = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
+        traces = self.judged + self.partial
         # The most frequent reason is shown, since a report has one line per check.
         reason, times = max(
-            self.reasons.items(), key=lambda item: item[1], default=(unexercised, self.judged)
+            self.reasons.items(), key=lambda item: item[1], default=(unexercised, traces)
         )
-        return (
-            reason
-            if times >= self.judged
-            else f"{unexercised} ({times} times in {self.judged} traces: {reason})"
-        )
+        if times >= traces:
+            return reason
+        return f"{unexercised} ({times} times in {traces} traces: {reason})"
 
     def result(self) -> CheckResult:
         """Return the verdict on everything so far."""

@@ -83,6 +83,29 @@ def test_what_is_absent_from_a_few_traces_is_not_why_a_check_is_unknown() -> Non
     ) == (result.verdict, result.reason)
 
 
+def test_a_reason_counts_the_traces_in_which_it_holds() -> None:
+    """Ten requests of one trace lack their logprobs, one of each of two others its versions: the
+    reason of most traces is shown. Traces with a request that the check was not shown count, too.
+    """
+
+    def judge_single(view: RequestView, out: Collector) -> None:
+        many = view.request.prompt_ids[0] == 7
+        out.absent("no logprobs" if many else "no versions")
+        if view.request.prompt_ids[0] == 8:
+            out.skipped("not shown")
+
+    tally = Tally(Registry([_check(judge_single)]))
+    for first, requests in ((7, 10), (1, 1), (8, 1)):
+        built = TraceBuilder(contract())
+        for number in range(requests):
+            built.submit(f"r{number}", prompt=(first, number))
+            built.result(request_id=f"r{number}", prompt=(first, number))
+        judge_events(built.trace().header, built.trace().events, tally)
+
+    (result,) = tally.judgement().results
+    assert "not exercised: no things occurred (2 times in 3 traces: no versions)" == result.reason
+
+
 def test_a_crashing_check_is_unknown_even_if_exercised() -> None:
     """A check that crashes is never a pass, and the other checks go on."""
 
