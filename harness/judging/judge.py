@@ -47,7 +47,7 @@ from rollproof.judging.guessed_calls import GuessedCalls
 from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.preceding_events import PrecedingEvents
-from rollproof.judging.prefill_calls import set_aside_prefills
+from rollproof.judging.prefill_calls import add_internal_prefills, set_aside_prefills
 from rollproof.judging.races import set_aside_losers
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
@@ -450,6 +450,7 @@ class Judge:
         others = [other for other in self.context.open.values() if other is not view]
         for attempt in self._guessed.settle(view, others):
             self._calls[attempt.call.call_id] = (None, attempt)
+        add_internal_prefills(view, self._internal)
         if view.uncalled:
             prompt = view.request.prompt_ids
             view.internal_calls = [

@@ -5,11 +5,13 @@ the same prompt with the budget to a decode server. The first call is no segment
 is set aside, and its rows of the prompt are as right as those of the second call. A call that may
 sample one token, followed by one of the same prompt that may sample more, has no other reading:
 what a stack samples again after a loss has no larger budget. With one token left both calls are
-alike; then only the request's other calls show it.
+alike; then only the request's other calls show it. A stack may also declare its prefill calls to
+belong to no request (``fleet.internal()``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rollproof.judging.races import set_attempts
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["set_aside_prefills"]
+__all__ = ["add_internal_prefills", "set_aside_prefills"]
 
 
 def set_aside_prefills(view: RequestView) -> None:
@@ -35,6 +37,18 @@ def set_aside_prefills(view: RequestView) -> None:
     elif any(_tokens(call) for call in single):
         # a prefill call and its decode call of one token, or a token that was lost
         view.undecided_race = True
+
+
+def add_internal_prefills(view: RequestView, calls: Iterable[Attempt]) -> None:
+    """Let a sample hold the rows of internal calls that sent its prompt, or more of it."""
+    least, total = len(view.request.prompt_ids), view.total_ids
+    for call in calls:
+        sent = call.call.prompt_ids
+        if call.call.index < view.submit.index:
+            continue
+        if len(sent) >= least and total[: len(sent)] == sent:
+            rows = _prompt_rows(call)
+            view.context_rows += [] if rows is None else [rows]
 
 
 def _asks_for_one(call: Attempt, later: Attempt) -> bool:

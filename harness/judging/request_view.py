@@ -49,7 +49,8 @@ class RequestView:
     set_aside: Calls of the request that its sample was not made of: they lost a race
         (``rollproof.judging.races``). No check takes them for segments.
     context_rows: Route rows that calls set aside captured, and that the sample may hold: of calls
-        that only prefilled (``rollproof.judging.prefill_calls``), and of earlier turns.
+        that only prefilled, also internal ones (``rollproof.judging.prefill_calls``), and of
+        earlier turns.
     earlier_turns: How many response tokens of earlier turns are the prompt of the sample, because
         each turn is a sample of its own (``rollproof.judging.turn_samples``).
     undecided_race: Whether calls of one prompt overlapped, and neither a later call nor the sample

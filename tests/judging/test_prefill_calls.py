@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from rollproof.core.records import FinishReason
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
-from tests.support.trace_script import unknown
+from tests.support.trace_builder import TraceBuilder, coded_rows, contract
+from tests.support.trace_script import CASE, check, unknown
 
 _LOST = "stitch.resume-prompt"
 _PREFILL = ScriptedCall(tokens=(9,), reason="length", call={"max_tokens": 1})
@@ -63,3 +66,24 @@ def test_a_token_that_was_sampled_is_not_sampled_again_without_need() -> None:
     )
     end = ScriptedCall(tokens=(12,), reason="length", call={"max_tokens": 1, "prompt": prompt})
     assert set() == blamed(script_rollout(_PREFILL, cut, again, end, budget=2))
+
+
+def _prefilled(prompt: tuple[int, ...]) -> TraceBuilder:
+    """A sample whose row of position 0 is that of an internal prefill call under older weights."""
+    script = TraceBuilder(contract(), case=dict(CASE))
+    script.submit(prompt=(1, 2))
+    first = script.call(prompt, request_id="", max_tokens=1, internal=True)
+    older, newer = coded_rows(0, 2, 0), coded_rows(0, 2, 1)
+    script.reply(first, (9,), output={"routes": older})
+    second = script.call((1, 2))
+    script.reply(second, (4,), reason="stop", version=1, output={"routes": newer})
+    rows = np.concatenate([older[:1], newer[1:]])
+    return script.result((4,), finish_reason=FinishReason.STOP, routes=rows)
+
+
+def test_a_sample_may_hold_rows_of_an_internal_prefill() -> None:
+    """A proxy declares its prefill calls to belong to no request, and takes their rows of the
+    prompt; those of a call with another prompt are foreign.
+    """
+    assert not check("routes.content", _prefilled((1, 2))).findings
+    assert check("routes.content", _prefilled((1, 7))).findings
