@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GuessedCalls"]
 
+
 class GuessedCalls:
     """The calls of a driven run that belong to one of several requests, or to none."""
 

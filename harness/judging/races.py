@@ -2,14 +2,13 @@
 
 A stack may send one prompt twice and use one of the replies (hedging, a retry while the first call
 still runs), or call before the environment has answered and throw that call away. A copy that is
-lost may be sent again, also after the other one was answered. The next call or
-the delivered sample shows which reply was used. The others are no part of the sample: they become
+lost may be sent again, also after the other one was answered. The next call or the delivered sample
+shows which reply was used. The others are no part of the sample: they become
 ``RequestView.set_aside``, so that no check takes them for segments.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -258,13 +257,13 @@ def _fit(call: Attempt, shown: _Shown, start: int) -> tuple[bool, int]:
         (i for i, (a, b) in enumerate(zip(sampled, after, strict=False)) if a != b),
         min(len(sampled), len(after)),
     )
+    if shown.final and after and not sampled:
+        return False, 0
     # a sample may be cut at its budget
     return same == len(sampled) or (shown.final and same == len(after) > 0), same
 
 
-def _follows(
-    view: RequestView, other: Attempt, best: Attempt, shown: _Shown, start: int
-) -> bool:
+def _follows(view: RequestView, other: Attempt, best: Attempt, shown: _Shown, start: int) -> bool:
     """Return whether the entire reply of another call follows that of the best one, and the
     environment says something else.
     """

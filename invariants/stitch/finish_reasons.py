@@ -171,9 +171,9 @@ def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:
         return False
     attempt = view.attempts[delivered.reference.last]
     reply = attempt.consumed
-    return (
-        reply is not None and last == reply.output.token_ids[-1:] and ends_with_eos(view, attempt)
-    )
+    # other tokens are what stitch.tokens reports
+    shown = not delivered.aligned or (reply is not None and last == reply.output.token_ids[-1:])
+    return reply is not None and shown and ends_with_eos(view, attempt)
 
 
 def _reason_title(engine_reason: FinishReason | None, sample_reason: FinishReason | None) -> str:

@@ -79,7 +79,7 @@ class TimedCopies(LongestOfBoth):
         call = super().post(run, suffix, server, sent, left)
         try:
             return await asyncio.wait_for(call, 6 * 2 ** int(suffix[-1]))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ConnectionError from None
 
 

@@ -78,6 +78,14 @@ class TestFinishReason:
         assert hint in finding.hint
         assert {self.ID} == blamed(story)
 
+    def test_other_tokens_are_one_finding(self) -> None:
+        """An abort on a stop token may be shown as a stop. stitch.tokens reports a sample without
+        that token, and its finish reason is no second fault.
+        """
+        parts = (A, ScriptedCall(tokens=(13, 14), call={"stop_token_ids": (14,)}))
+        sample = {"finish_reason": FinishReason.STOP, "response": (11, 12, 13, -1)}
+        assert {"stitch.tokens"} == blamed(script_rollout(*parts, budget=5, sample=sample))
+
     @pytest.mark.parametrize(
         ("parts", "got"),
         [
