@@ -45,9 +45,9 @@ Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
 
 
 class Fleet:
-    """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``
-    (under ``first_label``, if a stack is known to have labels of another form).
+    """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``.
 
+    Their label is that number, or in the form of the strings that the stack itself publishes.
     ``pause_mode`` and ``clear_cache`` are the defaults of ``sync``; a subject with another update
     procedure sets them in ``start``. Make it inside a running event loop. Raises ``CaseError`` for
     a case that cannot be run.
