@@ -66,6 +66,13 @@ class TestEngineTags:
         assert "The engine shows version 0 for 1 token that it did not sample" == finding.title
         assert 2 == finding.where["index"]
 
+    def test_the_first_of_two_wrong_spans_is_named(self) -> None:
+        """Both are exchanged."""
+        spans = (Span(start=0, end=2, version=1), Span(start=2, end=4, version=0))
+        finding = finds(self.ID, self._overtaken(1, ((0, 2, 0), (2, 4, 1)), spans=spans))
+        assert "The engine shows version 1 for 4 tokens that it did not sample" == finding.title
+        assert (0, 1) == (finding.where["index"], finding.where["version"])
+
     @pytest.mark.parametrize("read", ["emission", "admission"])
     def test_an_engine_that_declares_its_reading_is_not_held_to_more(self, read: str) -> None:
         """Which moment a single label speaks of is a convention; a label that was never served is a
