@@ -1,8 +1,8 @@
 """The column "found by" of docs/track-record.md: what a run of a release finds, and where.
 
-A cell has one or more of ``CHECK`` "KIND OF FINDING" in PART, PART of STACK RELEASE (PROFILE, seed
-N). The runs take as long as ``rollproof verify --stack``: they are for environments in which a
-stack is installed.
+docs/track_record/found_by.toml has the parts and kinds of findings of each check that a cell names.
+The runs take as long as ``rollproof verify --stack``: they are for environments in which a stack is
+installed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +24,15 @@ from rollproof.stacks import installed_version, release_of, requirements_file
 from rollproof.stacks.matrix import Entry, Matrix
 from tests.stacks.test_released import CHECKOUTS
 
-RECORD = (Path(__file__).parents[2] / "docs" / "track-record.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+RECORD = (DOCS / "track-record.md").read_text(encoding="utf-8")
+FOUND_BY = DOCS / "track_record" / "found_by.toml"
 HELD = (
     *("verl", "skyrl", "trl", "openrlhf"),
     *("areal", "verifiers", "rlinf", "slime", "miles", "prime-rl", "nemo-rl", "roll"),
 )
 """The stacks whose cells are held."""
 
-_FIND = re.compile(
-    r'`(?P<check>[a-z]+\.[a-z0-9-]+)` "(?P<kind>[^"]+)" in (?P<parts>[a-z0-9-]+(?:, [a-z0-9-]+)*)'
-    r" of (?P<stack>[a-z-]+) (?P<version>\S+) \((?P<profile>\w+), seed (?P<seed>\d+)\)"
-)
 _LINK = re.compile(r"\[(\w+\.py \w+)\]\(track_record/\w+\.py\)")
 
 
@@ -72,23 +71,23 @@ def cells() -> list[tuple[str, str]]:
 
 
 def finds() -> list[Find]:
-    """What the cells say."""
+    """What found_by.toml says."""
     return [
         Find(
             run=Run(
-                stack=match["stack"],
-                version=match["version"],
-                profile=match["profile"],
-                seed=int(match["seed"]),
+                stack=found["stack"],
+                version=found["version"],
+                profile=found.get("profile", "pr"),
+                seed=found.get("seed", 0),
             ),
             part=part,
-            check=match["check"],
-            kind=match["kind"],
+            check=found["check"],
+            kind=found["kind"],
             script=script,
         )
-        for script, cell in cells()
-        for match in _FIND.finditer(cell)
-        for part in match["parts"].split(", ")
+        for script, entry in tomllib.loads(FOUND_BY.read_text(encoding="utf-8")).items()
+        for found in entry["finds"]
+        for part in found["parts"]
     ]
 
 
@@ -110,23 +109,28 @@ def entries_of(find: Find) -> list[Entry]:
     ]
 
 
-@pytest.mark.parametrize("stack", HELD)
-def test_each_cell_says_release_part_profile_seed_and_kind(stack: str) -> None:
-    """A check is named together with all of that, or the cell says that no run finds it."""
-    scripts = {
-        entry.script for entry in Matrix.read(stack).entries if entry.kind in ("fault", "choice")
+def test_each_cell_names_the_checks_that_find_its_fault() -> None:
+    """Those of found_by.toml, or it says that no run finds it."""
+    held = {
+        entry.script
+        for stack in HELD
+        for entry in Matrix.read(stack).entries
+        if entry.kind in ("fault", "choice")
     }
+    expected: dict[str, set[str]] = defaultdict(set)
+    for find in FINDS:
+        expected[find.script].add(find.check)
+    named: dict[str, set[str]] = defaultdict(set)
     for script, cell in cells():
-        if script in scripts:
-            if cell.startswith(("none", "by hand", "by reading")):
-                continue
-            rest = _FIND.sub("", cell)
-            assert rest != cell, cell
-            assert [] == re.findall(r"`[a-z]+\.[a-z0-9-]+`", rest), cell
+        if script in held:
+            checks = re.findall(r"`([a-z]+\.[a-z0-9-]+)`", cell)
+            assert checks or cell.startswith(("none", "by hand", "by reading", "with")), cell
+            named[script].update(checks)
+    assert dict(expected) == {script: checks for script, checks in named.items() if checks}
 
 
 @pytest.mark.parametrize("find", FINDS, ids=lambda find: f"{find.run.stack}-{find.check}")
-def test_the_cells_say_what_the_matrix_says(find: Find) -> None:
+def test_the_finds_are_those_of_the_matrix(find: Find) -> None:
     """The script of the row belongs to an entry in which the check fails, or may fail, in that part
     with that kind of finding.
     """
@@ -134,7 +138,7 @@ def test_the_cells_say_what_the_matrix_says(find: Find) -> None:
 
 
 @pytest.mark.parametrize("stack", HELD)
-def test_every_failing_check_of_the_matrix_is_in_a_cell(stack: str) -> None:
+def test_every_failing_check_of_the_matrix_is_among_the_finds(stack: str) -> None:
     """Each part of each check that a fault or a choice fails."""
     expected = {
         (entry.script, check, part)
