@@ -1,5 +1,5 @@
-"""docs/track-record.md lists the faults of the scripts of docs/track_record, and the text files next
-to them hold what they print.
+"""docs/track-record.md lists the faults of the scripts of docs/track_record; the text files next to
+them hold what they print.
 """
 
 from __future__ import annotations
