@@ -46,8 +46,8 @@ def known_bugs(
 ) -> int:
     """Plant every known bug into a reference client, and show which checks detect it.
 
-    Bugs that you name and bugs with a wrong outcome are listed, all of them with -v. Exit code 1 if
-    a bug is not detected or a check fails that should not.
+    Bugs that you name are described. Bugs with a wrong outcome are listed, all of them with -v.
+    Exit code 1 if a bug is not detected or a check fails that should not.
     """
     form = None if report is None else ReportForm.of(report)
     if form is ReportForm.SARIF:
@@ -68,6 +68,9 @@ def known_bugs(
         " fail"
     )
     output.lines([(Style.GOOD if good else Style.BAD, summary)])
+    if only:
+        for result in results:
+            output.say(f"{result.bug.id}: {result.bug.summary}")
     listed = results if only or verbose else tuple(filter(_is_wrong, results))
     if listed:
         output.table(_table(listed))

@@ -87,6 +87,8 @@ class Contract:
             finish reason ``abort`` (SkyRL). Otherwise it is resumed until it ends, or
             ``partial_off`` says what becomes of it.
         kv_policy: What becomes of KV that older weights wrote when a server loads new ones.
+        loss_mask: Whether a sample carries a loss mask.
+        finish_reason: Whether a sample says why it ended.
         multi_turn: Whether the subject drives ``Request.turns``: it appends the environment's
             tokens after each natural end of the model's turn.
         answer_template: Whether the calls of a multi-turn subject carry tokens of a chat template
@@ -114,7 +116,10 @@ class Contract:
         final_row: What the row of the last sampled token holds, which no forward computed; with
             ``rows="T"`` only (NeMo-RL: ``arange``).
         layer_axis: Which layers the second axis of ``routes`` counts.
+        num_layers: Hidden layers of the model.
         moe_layers: Global layer indexes, ascending.
+        num_experts: Routed experts of a layer.
+        top_k: Experts that a router selects for a token.
         filler: What a row holds that no forward captured, other than the last token's: that of an
             environment's token after which no call came, or of a reply without routes. ``none``:
             every row was captured.

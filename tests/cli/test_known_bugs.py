@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from rollproof.cli.app import run
+from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.invariants import default_registry
 from rollproof.judging.report import ExitCode
 from rollproof.verification.kill_matrix import run_kill_matrix
 from tests.support.command_line import output_of
 from tests.support.html_pages import HOSTILE, tags_of
 
+(KNOWN_BUG,) = (bug for bug in KNOWN_BUGS if bug.id == "concat-on-resume")
 pytestmark = pytest.mark.usefixtures("command_folder")
 
 
@@ -33,9 +35,9 @@ def test_known_bugs_in_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         "blamed_wrongly",
     } <= set(bugs[0])
     assert bugs[0]["killed"]
-    assert (
-        "1 of 1 known bugs detected, 0 with a check that should not fail" in capsys.readouterr().out
-    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 1 known bugs detected, 0 with a check that should not fail" in printed
+    assert f"concat-on-resume: {KNOWN_BUG.summary}" in printed
 
 
 def test_known_bugs_are_listed_after_the_summary(

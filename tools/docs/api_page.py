@@ -4,20 +4,17 @@ engine flavours answer, and which modules are public.
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 import rollproof
 from rollproof.fakes.engine import exceptions
 from rollproof.fakes.engine.flavours import FLAVOURS, Flavour, PausedCalls, VersionTag
+from tools.docs.docstrings import described_fields, markdown, one_line
 
 __all__ = ["PUBLIC_MODULES", "api_page"]
 
@@ -120,12 +117,9 @@ _PAUSED = {
 def api_page() -> Iterator[str]:
     """docs/api.md."""
     yield (
-        "# API\n\nWhat your adapter is written against. `help(rollproof.Rollout)` says the same in"
-        " a Python prompt; names without a"
-    )
-    yield (
-        "module are those of `rollproof`. [contract.md](contract.md) has the fields of the"
-        " `Contract`, and the end of this page the public modules.\n"
+        "# API\n\nWhat an adapter is written against; `help(rollproof.Rollout)` says the same in a"
+        " Python prompt. Names without a module are those of `rollproof`. [contract.md](contract.md)"
+        " has the fields of the `Contract`, [replay.md](replay.md) those of trainers.\n"
     )
     yield "## What you write"
     yield from _class(
@@ -157,54 +151,33 @@ def api_page() -> Iterator[str]:
     for name in exceptions.__all__:
         error = getattr(exceptions, name)
         bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
-        yield f"- `{name}` ({bases}): {_text(error)}"
+        yield f"- `{name}` ({bases}): {one_line(error.__doc__ or '')}"
     yield from _flavours()
     yield "\n## Running it"
-    for function in (
-        rollproof.run_conformance,
-        rollproof.judge_batches,
-        rollproof.judge_replay,
-        rollproof.judge_layouts,
-        rollproof.conformance,
-        rollproof.record,
-    ):
+    for function in (rollproof.run_conformance, rollproof.conformance, rollproof.record):
         yield from _function(
             function, function.__name__, level=3, title=f"rollproof.{function.__name__}"
         )
+    yield (
+        "\n### Other kinds of subjects\n\n`help()` lists the arguments, which are those of"
+        " `run_conformance` as far as they apply.\n"
+    )
+    for function in (rollproof.judge_batches, rollproof.judge_replay, rollproof.judge_layouts):
+        summary = one_line((function.__doc__ or "").partition("\n\n")[0])
+        yield f"- `rollproof.{function.__name__}(factory, ...)`: {summary}"
     yield from _class(rollproof.EngineCall)
     yield from _class(rollproof.Recording, _RECORDING)
     yield from _function(rollproof.lend, "lend", level=3, title="rollproof.lend")
     yield from _modules()
 
 
-def _exported(module: str) -> list[str]:
-    """Return the ``__all__`` of a module, read from its source: some need torch to be imported."""
-    # the first two names are importable anywhere, and know where an editable install has them
-    path_of_module = module.split(".")
-    full = ".".join(path_of_module[:2])
-    top = importlib.import_module(full)
-    file, paths = str(top.__file__), getattr(top, "__path__", [])
-    for part in path_of_module[2:]:
-        full = f"{full}.{part}"
-        spec = PathFinder.find_spec(full, paths)
-        assert spec is not None and spec.origin is not None, f"{module} does not exist"
-        file, paths = spec.origin, spec.submodule_search_locations or []
-    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    raise AssertionError(f"{module} has no __all__")
-
-
 def _modules() -> Iterator[str]:
     yield (
-        "\n## Public modules\n\nImport from these; every other module is private, and may change in"
-        " any release.\n\n| module | for | names |\n|---|---|---|"
+        "\n## Public modules\n\nImport from these (their `__all__`); every other module is private,"
+        " and may change in any release.\n\n| module | for |\n|---|---|"
     )
     for module, purpose in PUBLIC_MODULES.items():
-        names = _exported(module)
-        listed = "see its `__all__`" if len(names) > 40 else ", ".join(f"`{n}`" for n in names)
-        yield f"| `{module}` | {purpose} | {listed} |"
+        yield f"| `{module}` | {purpose} |"
 
 
 def _flavours() -> Iterator[str]:
@@ -248,29 +221,53 @@ def _empty_abort(flavour: Flavour) -> str:
 
 
 def _class(cls: type, members: tuple[str, ...] = (), more: str = "") -> Iterator[str]:
-    yield f"\n### {cls.__name__}\n\n{_text(cls)}"
+    text, meanings = described_fields(cls.__doc__)
+    yield f"\n### {cls.__name__}\n\n{markdown(text if is_dataclass(cls) else cls.__doc__)}"
     if more:
         yield f"\n{more}"
     if issubclass(cls, Enum):
         yield f"\nValues: {', '.join(f'`{member.value}`' for member in cls)}."
     if is_dataclass(cls):
-        yield "\n| field | type | default |\n|---|---|---|"
+        yield "\n| field | type | default | meaning |\n|---|---|---|---|"
         for field in fields(cls):
-            yield f"| `{field.name}` | `{_escaped(str(field.type))}` | {_default(field)} |"
+            yield (
+                f"| `{field.name}` | `{one_line(str(field.type))}` | {_default(field)} |"
+                f" {meanings.get(field.name, '')} |"
+            )
+    long = [name for name in members if _is_long(_member(cls, name))]
+    if len(long) < len(members):
+        yield ""
     for name in members:
-        member = inspect.getattr_static(cls, name)
-        if isinstance(member, property):
-            assert member.fget is not None
-            kind = f": {member.fget.__annotations__['return']}"
-            yield f"\n#### {cls.__name__}.{name}\n\n`{name}{kind}`\n\n{_text(member)}"
-        else:
-            yield from _function(member, name, level=4, title=f"{cls.__name__}.{name}")
+        if name not in long:
+            yield _bullet(_member(cls, name), name)
+    for name in long:
+        yield from _function(_member(cls, name), name, level=4, title=f"{cls.__name__}.{name}")
+
+
+def _is_long(member: Any) -> bool:
+    """Whether a method needs more than a line of text."""
+    return not isinstance(member, property) and bool(
+        re.search(r"::$|^ *Args:$", member.__doc__ or "", re.MULTILINE)
+    )
+
+
+def _bullet(member: Any, name: str) -> str:
+    if isinstance(member, property):
+        assert member.fget is not None
+        signature = f"{name}: {member.fget.__annotations__['return']}"
+        return f"- `{signature}`: {one_line(member.fget.__doc__ or '').removeprefix('Return ')}"
+    signature = " ".join(_signature(member, name).split()).replace("( ", "(").replace(", )", ")")
+    return f"- `{signature.replace('def ', '')}`: {one_line(member.__doc__ or '')}"
+
+
+def _member(cls: type, name: str) -> Any:
+    return inspect.getattr_static(cls, name)
 
 
 def _function(function: Callable[..., Any], name: str, *, level: int, title: str) -> Iterator[str]:
     yield f"\n{'#' * level} {title}\n\n```python\n{_signature(function, name)}\n```"
     if function.__doc__:
-        yield f"\n{_text(function)}"
+        yield f"\n{markdown(function.__doc__)}"
 
 
 def _signature(function: Callable[..., Any], name: str) -> str:
@@ -319,25 +316,3 @@ def _default(field: Field[Any]) -> str:
     if field.default is not MISSING:
         return f"`{field.default!r}`"
     return "`{}`" if field.default_factory is not MISSING else "required"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _text(documented: Any) -> str:
-    """Return the docstring as Markdown: an indented block after ``::`` becomes a fenced one."""
-    out: list[str] = []
-    code = False
-    for line in inspect.cleandoc(documented.__doc__ or "").split("\n"):
-        if code and line and not line.startswith("    "):
-            while out[-1] == "":
-                out.pop()
-            out += ["```", ""]
-            code = False
-        if line.endswith("::"):
-            out += [line.removesuffix(":"), "", "```python"]
-            code = True
-        elif not (code and line == "" and out[-1] == "```python"):
-            out.append(line.removeprefix("    ") if code else line)
-    return "\n".join([*out, "```"] if code else out)

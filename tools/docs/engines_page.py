@@ -19,14 +19,12 @@ __all__ = ["engines_page"]
 RESULTS = Path(__file__).parents[2] / "docs" / "engine_results"
 _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
 _INTRO = """
-Released engines on a plain CPU, each driven call by call through the same experiments: cached prefixes, chunked prefill, preemption,
-several samples, rows from a position on, every way of streaming, aborts (in the middle, before the first token, in the queue), every pause
-with and without clearing the cache and a weight update in between, resumes, temperatures, identity updates, and calls that cannot be
-served.
-Every value is compared with a Hugging Face forward, in float32, of the weights that sampled it. A CPU build shares the engine's scheduler,
-cache, capture and interfaces with the one for GPUs, and not its kernels.
+Released engines on a plain CPU, driven call by call through the same experiments, and what came out. Every value is compared with a
+Hugging Face forward, in float32, of the weights that sampled it. A CPU build shares the engine's scheduler, cache, capture and interfaces
+with the one for GPUs, and not its kernels.
 
-`nox -s "engines(vllm)"` and `nox -s "engines(sglang)"` run them as tests; `rollproof verify --engine NAME [--model FOLDER]` judges one.
+`rollproof verify --engine NAME [--model FOLDER]` judges one; `nox -s "engines(vllm)"` and `nox -s "engines(sglang)"` install them and run this
+as tests. [How to judge an engine](how-to/engines.md) has the rest.
 """
 
 
@@ -49,32 +47,32 @@ def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         for check in default_registry()
         if any(check.id in row["verdicts"] for row in judged.values())
     ]
+    shown = [
+        check
+        for check in checks
+        if any(row["verdicts"].get(check.id) in ("fail", "unknown") for row in judged.values())
+    ]
     yield (
-        "\n## Verdicts\n\nPass ✓, fail ✗, unknown ?, not applicable ·. A row is a run: the target,"
-        " and the family of its tiny random"
+        f"\n## Verdicts\n\nFail ✗, unknown ?, pass ✓, not applicable ·. The other"
+        f" {len(checks) - len(shown)} of {len(checks)} checks pass in every run, or do not apply. A"
+        " column is a run: the target, and the family of its tiny random model where it is not the"
+        " target's own.\n"
     )
-    yield "model where it is not the target's own.\n"
-    yield (
-        f"{len(checks)} checks, by number:"
-        f" {', '.join(f'{i + 1} {check.id}' for i, check in enumerate(checks))}.\n"
-    )
-    yield (
-        f"| run | {' | '.join(str(i + 1) for i in range(len(checks)))}"
-        f" |\n|---|{'---|' * len(checks)}"
-    )
-    for name, row in judged.items():
-        yield (
-            f"| {name} |"
-            f" {' | '.join(_SIGNS.get(row['verdicts'].get(check.id, ''), ' ') for check in checks)} |"
-        )
+    yield f"| check | {' | '.join(judged)} |\n|---|{'---|' * len(judged)}"
+    for check in shown:
+        signs = [_SIGNS.get(row["verdicts"].get(check.id, ""), " ") for row in judged.values()]
+        yield f"| {check.id} | {' | '.join(signs)} |"
     for engine, result in results.items():
         versions = ", ".join(
             f"{package} {version}" for package, version in result["versions"].items()
         )
         yield f"\n{engine}: {versions}."
-    yield "\n| run | what | experiments |\n|---|---|---|"
+    everything = sorted({name for row in judged.values() for name in row["experiments"]})
+    yield f"\n{len(everything)} experiments: {', '.join(everything)}.\n"
+    yield "| run | what | without |\n|---|---|---|"
     for name, row in judged.items():
-        yield f"| {name} | {row['about']} | {', '.join(row['experiments'])} |"
+        missing = [one for one in everything if one not in row["experiments"]]
+        yield f"| {name} | {row['about']} | {', '.join(missing)} |"
     findings = [
         f"- **{name}**, `{check}`: {text}"
         for name, row in judged.items()
@@ -90,11 +88,11 @@ def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, row in judged.items():
         for check, reason in row["reasons"].items():
             if row["verdicts"][check] == "unknown":
-                reasons.setdefault((check, reason), []).append(name)
+                reasons.setdefault((name, reason), []).append(check)
     if reasons:
         yield "\n### What is unknown\n"
-        for (check, reason), names in reasons.items():
-            yield f"- `{check}` ({', '.join(names)}): {reason}"
+        for (name, reason), checks_of_it in reasons.items():
+            yield f"- **{name}**: {reason} ({', '.join(f'`{one}`' for one in checks_of_it)})"
     stopped = {name: row["not_started"] for name, row in rows.items() if "not_started" in row}
     if stopped:
         yield "\n### What does not start on a CPU\n"
@@ -107,18 +105,12 @@ def _gaps(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if not rows:
         return
     yield (
-        "\n## The rollout gap\n\nSequences that the engine sampled at temperature 1, beside a"
-        " Hugging Face forward of the same"
+        "\n## The rollout gap\n\nSequences that the engine sampled at temperature 1, next to a"
+        " Hugging Face forward of the same weights in the same dtype, with its own routing (native)"
+        " and with the engine's routes replayed. In nats, with 95 % intervals over sequences. In"
+        " float32 the difference is rounding; in bfloat16 a part of it is experts that rounding"
+        " chose otherwise, which replay removes.\n"
     )
-    yield (
-        "weights in the same dtype: with its own routing (native) and with the engine's routes"
-        " replayed. In nats; 95 % intervals over"
-    )
-    yield (
-        "sequences. In float32 the difference is rounding; in bfloat16 a part of it is experts that"
-        " rounding chose otherwise, which"
-    )
-    yield "replay takes away.\n"
     yield f"| engine | model | dtype | routing | tokens | sequences | {' | '.join(GAP_METRICS)} |"
     yield f"|---|---|---|---|---|---|{'---|' * len(GAP_METRICS)}"
     for row in rows:

@@ -17,17 +17,17 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-import rollproof.core.contract
 import rollproof.core.conventions
 import rollproof.core.limits
 import rollproof.verification.expected_failures
 from rollproof.cli.app import app
 from rollproof.core.contract import Contract
 from rollproof.core.limits import RolloutLimits
-from rollproof.fakes.known_bugs import KNOWN_BUGS
+from rollproof.fakes.known_bugs import KNOWN_BUGS, KnownBug
 from rollproof.invariants import default_registry
 from rollproof.plugin import OPTIONS
 from tools.docs.api_page import api_page
+from tools.docs.docstrings import described_fields, markdown, one_line
 from tools.docs.engines_page import engines_page
 from tools.docs.enum_texts import enum_texts
 from tools.docs.gpu_page import gpu_page
@@ -48,64 +48,54 @@ def checks_page() -> Iterator[str]:
     registry = default_registry()
     families = dict.fromkeys(check.family for check in registry)
     yield (
-        f"# Checks\n\n{len(registry)} checks in {len(families)} families. A check is a pure"
-        " function of a trace: `pass` only if it was"
+        f"# Checks and known bugs\n\n{len(registry)} checks in {len(families)} families, and"
+        f" {len(KNOWN_BUGS)} published faults (*known bugs*) that test them. A check is a pure"
+        " function of a trace: `pass` only if it was exercised, `unknown` if its situation never"
+        " arose or its data is absent, `not applicable` if the contract rules it out.\n"
     )
     yield (
-        "exercised, `unknown` if its situation never arose or its data is absent, `not applicable`"
-        " if the contract rules it out.\n"
+        "`rollproof checks ID` shows which data a check needs, which situations exercise it, and"
+        " every known bug that it detects. Each known bug is planted on a reference client, trainer"
+        " or layout: its check must detect it, and no check may fail that the bug does not name."
+        " `rollproof known-bugs` runs them, and `rollproof known-bugs ID` describes one. Below, a"
+        " bug is listed at the first check that detects it, with where it was published; `cf.`: the"
+        " fault published there is another one in the same code.\n"
     )
+    listed: set[str] = set()
     for family in families:
-        yield f"\n## {family}\n"
+        yield f"\n## {family}"
         for check in registry:
             if check.family != family:
                 continue
-            detected = [
-                f"[{bug.id}](known-bugs.md#{bug.id})"
-                for bug in KNOWN_BUGS
-                if check.id in bug.detected_by
+            bugs = [
+                bug for bug in KNOWN_BUGS if check.id in bug.detected_by and bug.id not in listed
             ]
-            yield f"\n### {check.id}\n\n{check.promise}\n"
-            yield f"- needs: {check.needs}"
-            yield f"- exercised by: {', '.join(check.exercised_by)}"
-            yield f"- detects: {', '.join(detected) or 'no known bug yet'}"
+            listed |= {bug.id for bug in bugs}
+            yield f"\n### {check.id}\n\n{check.promise}"
+            if bugs:
+                yield f"\n{'; '.join(f'`{bug.id}` ({_published(bug)})' for bug in bugs)}"
 
 
-def bugs_page() -> Iterator[str]:
-    """docs/known-bugs.md."""
-    yield (
-        f"# Known bugs\n\n{len(KNOWN_BUGS)} published faults, each planted on a reference client."
-        " `rollproof known-bugs` runs them: each"
-    )
-    yield (
-        "must be detected by the checks named here, and no check may fail that is named neither"
-        " under `detected by` nor under `may fail too`"
-    )
-    yield "(a real consequence of the same fault).\n"
-    yield (
-        "`upstream` names where the fault was published. A reference after `cf.` is about the same"
-        " code or promise: another fault was"
-    )
-    yield "published there, and the planted one is modelled on it.\n"
-    for bug in KNOWN_BUGS:
-        yield f"\n## {bug.id}\n\n{bug.summary}\n"
-        yield f"- upstream: {', '.join(bug.refs)}"
-        yield f"- detected by: {', '.join(f'`{check}`' for check in bug.detected_by)}"
-        if bug.may_fail:
-            yield f"- may fail too: {', '.join(f'`{check}`' for check in bug.may_fail)}"
+def _published(bug: KnownBug) -> str:
+    return ", ".join(bug.refs)
 
 
 def contract_page() -> Iterator[str]:
     """docs/contract.md."""
     yield "# Contract\n"
-    yield inspect.cleandoc(rollproof.core.contract.__doc__ or "")
     yield (
-        "\nEvery field takes the enum member or its plain text. A contract that is incomplete or"
-        " contradicts itself raises"
+        "What a subject declares about the samples that it returns. Engines and stacks differ"
+        " legitimately, and no check guesses a convention from the data: it reads it here, and a"
+        " check that a contract rules out is *not applicable*. `rollproof init` writes a contract"
+        " that fits your stack, and `rollproof contract explain` compares it with a run.\n"
     )
-    yield "`ContractError`, which lists every problem at once.\n"
-    yield inspect.cleandoc(Contract.__doc__ or "")
-    yield "\n| field | values | default |\n|---|---|---|"
+    yield (
+        "Every field takes the enum member or its plain text. Fields about routes are required"
+        " unless `rows` is `none`. A contract that is incomplete or contradicts itself raises"
+        " `ContractError`, which lists every problem at once."
+    )
+    _, meanings = described_fields(Contract.__doc__)
+    yield "\n| field | values | default | meaning |\n|---|---|---|---|"
     enums = enum_texts(rollproof.core.conventions)
     for field in fields(Contract):
         name = str(field.type).replace(" | None", "")
@@ -113,18 +103,26 @@ def contract_page() -> Iterator[str]:
         values = (
             f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`".replace("|", "\\|")
         )
-        yield f"| `{field.name}` | {values} | {default} |"
+        meaning = meanings.get(field.name) or (one_line(enums[name][0]) if name in enums else "")
+        yield f"| `{field.name}` | {values} | {default} | {meaning} |"
     for name, (text, members) in enums.items():
-        yield from _enum_section(name, text, members)
-    yield f"\n## RolloutLimits\n\n{inspect.cleandoc(RolloutLimits.__doc__ or '')}"
+        # the table has the text of an enum, unless its field has one of its own
+        owner = next((field.name for field in fields(Contract) if name in str(field.type)), "")
+        yield from _enum_section(name, text if owner in meanings else "", members)
+    text, meanings = described_fields(RolloutLimits.__doc__)
+    yield f"\n## RolloutLimits\n\n{markdown(text)}\n\n| limit | meaning |\n|---|---|"
+    for field in fields(RolloutLimits):
+        yield f"| `{field.name}` | {meanings[field.name]} |"
     for name, (text, members) in enum_texts(rollproof.core.limits).items():
         yield from _enum_section(name, text, members)
 
 
 def _enum_section(name: str, text: str, members: Iterable[tuple[str, str]]) -> Iterator[str]:
-    yield f"\n## {name}\n\n{text}\n"
+    yield f"\n## {name}\n"
+    if text:
+        yield f"{markdown(text)}\n"
     for value, meaning in members:
-        yield f"- `{value}`{': ' + meaning if meaning else ''}"
+        yield f"- `{value}`{': ' + markdown(meaning) if meaning else ''}"
 
 
 def options_page() -> Iterator[str]:
@@ -185,7 +183,6 @@ PAGES = {
     "http.md": http_page,
     "engines.md": engines_page,
     "gpu.md": gpu_page,
-    "known-bugs.md": bugs_page,
     "options.md": options_page,
     "replay.md": replay_page,
     "situations.md": situations_page,

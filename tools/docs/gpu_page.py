@@ -3,80 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollproof.gpu_suites.engine_variants import KNOWN, NO_FLOAT32, VARIANTS
-from rollproof.gpu_suites.invariance import INVARIANT
 from rollproof.gpu_suites.requirements import MARKERS
 
 __all__ = ["gpu_page"]
 
 RUNS = Path(__file__).parents[2] / "docs" / "runs"
 _INTRO = """
-Real engines and real trainers on NVIDIA GPUs: `nox -s gpu`, or `python -m pytest gpu_suites`. `nox
--s gpu --no-venv` installs nothing and needs no network: it takes what the host's Python has.
-Without a GPU everything is skipped with the reason. Set `--rollproof-require-gpu` on a GPU runner:
-then a test that cannot run on the host's GPUs fails, so that no green run is empty. Tests that need
-more GPUs than the host has are left out. `--rollproof-gpus N` says how many GPUs the host should
-have; if fewer are found, the session fails.
+How to judge real engines and real trainers on NVIDIA GPUs, and what came out on H200s.
 
 | file | judges |
 |---|---|
-| `test_engines.py` | vLLM and SGLang by the conformance of the [CPU runs](engines.md), in several settings; [more](#more-of-engines) |
+| `test_engines.py` | vLLM and SGLang by the conformance of the [CPU runs](engines.md), in several settings; 256 calls that are aborted and resumed while weights change; a call alone and in a batch; engines that are killed or stopped; tensor and expert parallelism |
 | `test_trainers.py` | `hf_replay` on one GPU, under FSDP2 and DDP; megatron-core's `RouterReplay` over NCCL ([replay](replay.md)) |
 | `test_gap.py` | the [gap](gap.md) between engines and trainers: native, R2, R3, three wrong replays; across a weight update |
 
-A default run takes less than ten minutes on one GPU: both engines in their usual setting,
-transformers, megatron-core, and the gap of all four pairs. On several GPUs it also runs some of
-their multi-GPU trainers. `--rollproof-full` runs everything. Tests that are named on the command
-line (`gpu_suites/test_engines.py::...`) always run. No test needs more than four GPUs; on a larger
-host the first free ones are used. To run everything with a report: `nox -s gpu --
---rollproof-full --rollproof-require-gpu --rollproof-gpu-report report`. Tests do not run in
-parallel (`-n` of pytest-xdist is refused), because they would take each other's GPUs.
+## Run them
 
-Each engine has its own Python interpreter, because their dependencies conflict. Set
-`ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON` to them, and install rollproof in each
-(`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`). `--rollproof-gpu-report DIR` writes
-`run.json` and `run.html`. `python -m rollproof.gpu_suites.report.merging OUT run.json ...` merges
-the reports of several shards, and makes the HTML page. [ci](ci/README.md) has workflows for GPU and
-CPU runners.
+```
+nox -s gpu                                     # or: python -m pytest gpu_suites
+nox -s gpu --no-venv                           # installs nothing: what the host's Python has
+nox -s gpu -- --rollproof-full --rollproof-require-gpu --rollproof-gpu-report report
+```
 
-A session prints at its start which GPUs it uses. It leaves alone GPUs that other processes use or
-that another session of these suites has claimed, unless `ROLLPROOF_SHARE_GPUS=1`. A test that needs
-more GPUs than are left says so. A session claims all free GPUs: to run several sessions at once,
-give each its own GPUs with `CUDA_VISIBLE_DEVICES`.
-
-`--rollproof-model DIR` measures the gap on your checkpoint instead of the generated one.
-`--rollproof-trainer SPEC` measures it with one trainer: `hf`; `fsdp2-2`, `fsdp2-4`; `ulysses-2`,
-`ulysses-4` (DeepSpeed's `UlyssesSPAttentionHF`, if DeepSpeed is installed); `megatron`,
-`megatron-tp2`, ... on as many GPUs as the sizes require; or your own as `module:factory`. The
-factory is called with a mapping of versions to checkpoint folders, and returns a trainer as
-[gap.md](gap.md) describes it, such as `rollproof.gap.hf_trainer:HfTrainer`.
-
-## More of engines
-
-`test_engines.py` also runs:
-
-- 256 concurrent calls that are aborted and resumed while the weights change;
-- the same call alone and in a batch, with the engine's batch-invariant mode and without it;
-- an engine whose processes are killed or stopped while it starts or samples;
-- engines with tensor parallelism and with expert parallelism: their rows are compared with those of
-  one GPU.
+- Without a GPU everything is skipped with the reason. `--rollproof-require-gpu` makes that a failure, so that no green run is empty;
+  `--rollproof-gpus N` fails if fewer GPUs are found. Tests that need more GPUs than the host has are left out.
+- A default run takes less than ten minutes on one GPU; `--rollproof-full`, or naming tests on the command line, runs more. No test needs
+  more than four GPUs. Tests do not run in parallel (`-n` is refused).
+- Each engine has its own Python, because their dependencies conflict: set `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`, and install
+  rollproof in each (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
+- A session claims all free GPUs and prints which. It leaves alone those that other processes or sessions use, unless
+  `ROLLPROOF_SHARE_GPUS=1`; give each of several sessions its own with `CUDA_VISIBLE_DEVICES`.
+- `--rollproof-gpu-report DIR` writes `run.json` and `run.html`; `python -m rollproof.gpu_suites.report.merging OUT run.json ...` joins the
+  reports of shards. [ci](ci/README.md) has a workflow.
+- `--rollproof-model DIR` measures the gap on your checkpoint. `--rollproof-trainer SPEC` takes one trainer: `hf`, `fsdp2-2`, `fsdp2-4`,
+  `ulysses-2`, `ulysses-4` (DeepSpeed), `megatron`, `megatron-tp2`, ..., or your own `module:factory`, which is called with a mapping of
+  versions to checkpoint folders and returns a trainer ([gap.md](gap.md#scored-by-a-trainer)).
 """
 
 
 def gpu_page() -> Iterator[str]:
     """Yield the lines of docs/gpu.md."""
     yield f"# GPU suites\n{_INTRO}"
+    markers = (text.partition(": ") for text in MARKERS.values())
     yield (
-        "## Needs\n\nMarkers declare what a test needs. If something is missing, the test is skipped"
-        " (or fails) with one line that says what.\n"
+        "Markers say what a test needs: "
+        + "; ".join(f"`{signature}` ({meaning.rstrip('.')})" for signature, _, meaning in markers)
+        + ". If something is missing, the test is skipped, or fails, with one line."
     )
-    for text in MARKERS.values():
-        signature, _, meaning = text.partition(": ")
-        yield f"- `{signature}`: {meaning}"
     yield "\n## Settings of engines\n\n| setting | what | engines | run |\n|---|---|---|---|"
     for variant in VARIANTS.values():
         engines = ", ".join(f"{engine} ({variant.dtype_of(engine)})" for engine in variant.extra)
@@ -87,21 +65,17 @@ def gpu_page() -> Iterator[str]:
     for engine, reason in NO_FLOAT32.items():
         yield f"\nValues of {engine} are not compared with the float32 forward: {reason}."
     yield (
-        "\nKnown failures, described in [track-record.md](track-record.md) with scripts that show"
-        " them outside rollproof. Such an"
+        "\nKnown failures ([track record](track-record.md#on-gpus-vllm-0260-sglang-0517)) are judged"
+        " separately, and must continue to fail:\n"
     )
-    yield "experiment is judged separately, and must continue to fail:\n"
     for flavour, failures in KNOWN.items():
         for name, failure in failures.items():
-            yield f"- {flavour}, `{name}`: {', '.join(failure.checks)}. {failure.reason}"
+            yield f"- {flavour}, `{name}`: {', '.join(failure.checks)}"
     runs = {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(RUNS.glob("*.json"))
     }
     yield _MODES
-    for mode in INVARIANT.values():
-        if mode.known:
-            yield f"- {mode.name}: {mode.known}."
     yield from _gap(runs)
     yield from _time(runs)
     yield from _suites(runs)
@@ -111,49 +85,38 @@ def gpu_page() -> Iterator[str]:
 def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield (
         "\n## The gap\n\nA generated Qwen3-MoE (8 layers, 64 experts, top 8, hidden 512, sharpened"
-        " head), 128 sequences of 288"
+        " head), 128 sequences of 288 sampled tokens; across an update 64 of 144. k3 = mean of"
+        " exp(d) - 1 - d, d = trainer - rollout logprob. Ratios are those of k3 to native routing on"
+        " the same tokens; controls are routes shifted by a token, by a layer, and permuted (the"
+        " smallest ratio is shown). Self-replay is the largest difference of a logprob between a"
+        " recording pass and its replay. A row has the range over its trainers and runs.\n"
     )
     yield (
-        "sampled tokens; across an update 64 of 144. k3 = mean of exp(d) - 1 - d, d = trainer -"
-        " rollout logprob. Ratios are those of k3"
+        "| engine | dtype | trainers | native k3 | R3 k3 | R3 / native | controls | self-replay |"
     )
-    yield (
-        "to native routing on the same tokens, with 95 % intervals over sequences; controls are"
-        " routes shifted by a token, by a layer,"
-    )
-    yield (
-        "and permuted. Self-replay is the largest difference of a logprob between a recording pass"
-        " and its replay, row by row.\n"
-    )
-    yield (
-        "| engine | trainer | dtype | native k3 | R3 k3 | R3 / native | controls / native |"
-        " self-replay | run |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for run, data in runs.items():
+    yield "|---|---|---|---|---|---|---|---|"
+    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for data in runs.values():
         for cell in data["gap"]:
-            effect = cell["effect"]["effects"][0]
-            controls = (
-                ", ".join(f"{row[0]['ratio']:.0f}" for row in cell["effect"]["controls"].values())
-                or "–"
-            )
             engine = f"{cell['engine']}, {cell['about']}" if cell["about"] else cell["engine"]
-            k3 = [
-                f"{cell['reports'][mode]['metrics']['kl_mu_pi_k3']['value']:.3g}"
-                for mode in ("native", "R3")
-            ]
-            ratio = f"{effect['ratio']:.3f} ({effect['low']:.3f} to {effect['high']:.3f})"
-            cells = (
-                engine,
-                cell["trainer"],
-                cell["dtype"],
-                *k3,
-                ratio,
-                controls,
-                _number(cell["self_replay_max_abs"]),
-                run,
-            )
-            yield f"| {' | '.join(cells)} |"
+            rows.setdefault((engine, cell["dtype"]), []).append(cell)
+    for (engine, dtype), cells in sorted(rows.items()):
+        trainers = ", ".join(sorted({cell["trainer"] for cell in cells}))
+        k3 = [
+            _range(cell["reports"][mode]["metrics"]["kl_mu_pi_k3"]["value"] for cell in cells)
+            for mode in ("native", "R3")
+        ]
+        ratio = _range(cell["effect"]["effects"][0]["ratio"] for cell in cells)
+        controls = [
+            row[0]["ratio"] for cell in cells for row in cell["effect"]["controls"].values()
+        ]
+        same = [
+            cell["self_replay_max_abs"] for cell in cells if cell["self_replay_max_abs"] is not None
+        ]
+        worst = f"{min(controls):,.0f}" if controls else "–"
+        replayed = f"{max(same):.2g}" if same else "–"
+        columns = (engine, dtype, trainers, *k3, ratio, worst, replayed)
+        yield f"| {' | '.join(columns)} |"
     yield (
         "\nThe limits of [gap.md](gap.md) are for trained models. A generated model amplifies"
         " rounding and breaks those of k3 and mean"
@@ -165,8 +128,10 @@ def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield "self-replay is exact."
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:g}"
+def _range(values: Iterable[float]) -> str:
+    found = sorted(values)
+    low, high = f"{found[0]:.2g}", f"{found[-1]:.2g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _time(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -188,73 +153,54 @@ def _time(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield (
-        "\n## Verdicts\n\n| run | subject | pass | fail | unknown | not applicable"
-        " |\n|---|---|---|---|---|---|"
+        "\n## Verdicts\n\nA check is unknown if its situation did not occur in the setting, or in"
+        " bfloat16 if only an exact forward could decide it. Each file has the verdicts of every"
+        " subject, and notes on what else was tried.\n\n"
+        "| run | GPUs | subjects | pass | fail | unknown | failed |\n|---|---|---|---|---|---|---|"
     )
     for run, data in runs.items():
-        for suite in data["suites"]:
-            counts = [
-                str(suite["summary"][key]) for key in ("pass", "fail", "unknown", "not_applicable")
-            ]
-            yield f"| {run} | {suite['subject']} | {' | '.join(counts)} |"
+        counts = [
+            str(sum(suite["summary"][key] for suite in data["suites"]))
+            for key in ("pass", "fail", "unknown")
+        ]
+        failed = ", ".join(suite["subject"] for suite in data["suites"] if suite["summary"]["fail"])
+        cells = (
+            f"[{run}](runs/{run}.json)",
+            str(len(data["machine"]["gpus"])),
+            str(len(data["suites"])),
+            *counts,
+            failed,
+        )
+        yield f"| {' | '.join(cells)} |"
+    machine = next(iter(runs.values()))["machine"]
+    versions = ", ".join(
+        f"{name} {version}" for name, version in machine["versions"].items() if name != "rollproof"
+    )
     yield (
-        "\nA check is unknown if its situation did not occur in the setting, or in bfloat16 if"
-        " only an exact forward could decide it.\n"
+        f"\n{machine['gpus'][0]['name']}, driver {machine['driver']}, Python {machine['python']};"
+        f" {versions}. `attention compiled` failed as torch compiles it, and passes with"
+        " `use_duck_shape` off (above)."
     )
-    for run, data in runs.items():
-        machine = data["machine"]
-        cards = {
-            gpu["name"]: sum(other["name"] == gpu["name"] for other in machine["gpus"])
-            for gpu in machine["gpus"]
-        }
-        hardware = ", ".join(f"{count} x {name}" for name, count in cards.items())
-        versions = ", ".join(
-            f"{name} {version}"
-            for name, version in machine["versions"].items()
-            if name != "rollproof"
-        )
-        yield (
-            f"- [{run}](runs/{run}.json) ({data['began']}): {hardware}, driver {machine['driver']},"
-            f" Python {machine['python']}; {versions}."
-        )
-        yield from (f"  - {note}" for note in data["notes"])
 
 
 _MODES = """
 ## Three things that are not bit for bit, and why
 
-**A matrix product in float32 on a GPU.** cuBLAS chooses a kernel by the number of rows, so the bits
-of a row depend on how many other rows are in the product (see the runs below; in bfloat16 they did
-not). megatron-core's `RouterReplay` needs a target for padding too. If routes are replayed sample by
-sample, padding goes to other experts than in the recording pass, and the experts get other numbers
-of rows: logprobs differ by up to 5.3e-5 in float32, and by 0 in bfloat16. So self-replay is measured
-with every row, including padding, at its recorded place: it must be 0 in every dtype, and is. (The
-4.9e-5 in the table is from an earlier run, sample by sample.)
-
-**A call to vLLM in its batch-invariant mode, alone and in a batch.** In steps of up to 255 tokens
-the results were equal to the last bit; in steps of 256 tokens and more they were not (see the runs
-below). The cause is the norm named below, which is known upstream;
-[track-record.md](track-record.md) has a program that shows it. The suite repeats the calls in
-smaller steps, where nothing may differ, and nothing did.
-
-**A step of a trainer with compiled attention, before and after a step of another width.**
-`torch.compile(dynamic=True)` treats sizes that are equal in the first call as one size
-(`torch.fx.experimental._config.use_duck_shape`). If the first batch is as wide as a head (8), the
-code is compiled for width 8 only. Samples of two tokens then cause a second compilation for any
-width. That code serves the first batch from then on, and sums it in another order on a GPU: a loss
-differed by 4.8e-8 (see the runs below; by 0 without those samples, or with that setting off). The
-suite's own trainer has the setting off. A trainer of yours that compiles may have to declare a
-tolerance.
-
+- **A matrix product in float32.** cuBLAS chooses a kernel by the number of rows, so the bits of a row depend on how many other rows are in
+  the product (in bfloat16 they did not). With replay sample by sample, padding goes to other experts than in the recording pass:
+  logprobs differ by up to 5.3e-5 in float32, by 0 in bfloat16. Row by row, padding included, self-replay must be 0, and is. (The 4.9e-5
+  below is of a run sample by sample.)
+- **A call to vLLM in batch-invariant mode, alone and in a batch.** Equal to the bit in steps of up to 255 tokens, not in longer ones: a
+  norm sums a row on another number of threads ([track record](track-record.md#on-gpus-vllm-0260-sglang-0517), 6). The suite repeats the
+  calls in smaller steps, where nothing may differ.
+- **A step with compiled attention, after a step of another width.** `torch.compile(dynamic=True)` treats sizes that are equal in the first
+  call as one (`use_duck_shape`); a second compilation sums in another order, and a loss differed by 4.8e-8. A trainer of yours that
+  compiles may have to declare a tolerance.
 """
 
 _NOT_RUN = """
 ## Not run
 
-- Grouped GEMM and the fused permute of megatron-core, with a row that has an id twice: 0.19.2 has
-  both only in Transformer Engine (`TEGroupedMLP`, `fused_permute`), which the host did not have.
-- FlashAttention as SGLang's backend: its library was not on the host (`vllm-flash` above is
-  vLLM's).
-- The replay checks with Ulysses: only its gap is judged, and its recordings are compared with those
-  of one process. verl's own Ulysses patches FlashAttention 2, which the host did not have.
+Grouped GEMM and the fused permute of megatron-core 0.19.2 with a row that has an id twice (they need Transformer Engine); FlashAttention as
+SGLang's backend; the replay checks with Ulysses (only its gap); verl's own Ulysses, which patches FlashAttention 2.
 """

@@ -56,40 +56,39 @@ _CLOCKS = ("created", "timestamp", "response_sent_to_client_ts", "e2e_latency")
 
 def http_page() -> Iterator[str]:
     """Yield the lines of the page."""
-    yield "# The fake HTTP servers\n"
+    yield (
+        "# HTTP clients and the fake servers\n\nHow to judge a client that speaks HTTP, and the"
+        " reference of the fake SGLang and vLLM servers that it is run against. To begin, take the"
+        " [tutorial](tutorials/http-client.md).\n\n## In one command\n"
+    )
     yield from _one_step()
     yield from _known()
+    yield from _plans()
     yield from _start()
     yield from _fields()
     for name, shown in SHOWN.items():
         paths = virtual_loop.run(lambda name=name: _paths(name))
         yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in paths)}.\n"
-        yield (
-            f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the"
-            " fake answers. The status comes"
+        (title, kind, number), *others = shown
+        exchange, server = _exchange(name, kind, number)
+        yield f"### {name}: {title}\n\n```console\n$ {_curl(exchange['request'])}\n```\n"
+        real = exchange["response"]
+        yield f"{server}:\n\n```\n{real['status']}\n{_text(real['body'])}\n```\n"
+        status, body = virtual_loop.run(
+            lambda name=name, exchange=exchange: _reply(name, exchange["request"])
         )
-        yield (
-            "before the body (`curl -i` shows it), and events of a stream are without their"
-            " `data:`. The fake was new each time: one that"
-        )
-        yield (
-            "has served the prompt before counts its tokens as cached, and after a pause it answers"
-            " no call. Long texts and lists are"
-        )
-        yield (
-            "cut: the recordings have three items of a list; for the fake the number of further"
-            " items is shown. Times are 0.\n"
-        )
-        for title, kind, number in shown:
-            data = json.loads((RECORDED / f"{name}_{kind}.json").read_text(encoding="utf-8"))
-            exchange = data["exchanges"][number]
-            yield f"\n### {name}: {title}\n\n```console\n$ {_curl(exchange['request'])}\n```\n"
-            real = exchange["response"]
-            yield f"{data['server']}:\n\n```\n{real['status']}\n{_text(real['body'])}\n```\n"
-            status, body = virtual_loop.run(
-                lambda name=name, exchange=exchange: _reply(name, exchange["request"])
-            )
-            yield f"the fake:\n\n```\n{status}\n{_text(body)}\n```"
+        yield f"The fake (long texts and lists are cut, times are 0):\n\n```\n{status}\n{_text(body)}\n```"
+        yield f"\n### {name}: other requests\n"
+        for title, kind, number in others:
+            exchange, _ = _exchange(name, kind, number)
+            yield f"{title} ({exchange['response']['status']}):\n"
+            yield f"```console\n$ {_curl(exchange['request'])}\n```\n"
+
+
+def _exchange(name: str, kind: str, number: int) -> tuple[Any, str]:
+    """Return a recorded request with its response, and the server that answered."""
+    data = json.loads((RECORDED / f"{name}_{kind}.json").read_text(encoding="utf-8"))
+    return data["exchanges"][number], data["server"]
 
 
 def _one_step() -> Iterator[str]:
@@ -142,22 +141,17 @@ Two lines of the client are there for rollproof, the hook and the decorator:
 ```
 
 The command finds the address in `ROLLPROOF_URL`, and the openai client finds it by itself (`OPENAI_BASE_URL`). Without `ROLLPROOF_URL`, as
-in production, nothing is added to any call, and the function runs as it is. In pytest the same is a fixture, `rollproof_sglang` or
-`rollproof_vllm`, and a finding fails the test ([test_served_client.py](example/test_served_client.py)):
+in production, nothing is added to any call. In pytest the same is a fixture, `rollproof_sglang` or `rollproof_vllm`
+([test_served_client.py](example/test_served_client.py)):
 
 ```python
 {(EXAMPLE / "test_served_client.py").read_text(encoding="utf-8").strip()}
 ```
 
-`rollproof init http` writes such a test, with a client to replace. A contract says what your samples promise
-([contract.md](contract.md), [served_contract.toml](example/served_contract.toml)); `--like slime` takes that of a public stack
-(`rollproof contract show`). The plan says what goes wrong:
-
-```toml
-{(EXAMPLE / "served_plan.toml").read_text(encoding="utf-8")}```
-
 The fixtures also take `servers=2` (with a router), `options={{"seed": 3}}`, `save="trace.json"` and `only=["routes"]`. They return the fleet:
-`fleet.url` is the address, and `fleet.update_weights("step-1")` does what a trainer does."""
+`fleet.url` is the address, and `fleet.update_weights("step-1")` does what a trainer does. `rollproof init http` writes such a test. A contract says
+what samples promise ([contract.md](contract.md), [served_contract.toml](example/served_contract.toml)); `--like slime` takes that of a public
+stack."""
 
 
 def _known() -> Iterator[str]:
@@ -184,7 +178,50 @@ prompt are kept apart. It sees what came over the wire, and not what your code m
 - **A call belongs to the rollout in whose context it is made**, also in the tasks that a rollout starts, and in `asyncio.to_thread`. A thread
   of an executor has no context. A call that does not begin with the prompt leaves its request unknown: make calls for another purpose
   (a judge, a warm-up) inside `with internal():`.
-- A client in another language posts its requests and samples itself ([entry points](entry-points.md#a-fake-engine-behind-http))."""
+- A client in [another language](#in-another-language) posts its requests and samples itself."""
+
+
+def _plans() -> Iterator[str]:
+    yield f"""
+## Fault plans
+
+`--fault-plan FILE` (TOML or JSON) says what goes wrong:
+
+```toml
+{(EXAMPLE / "served_plan.toml").read_text(encoding="utf-8")}```
+
+If several faults are due for a call, the first one is applied; `times` limits how often. At its end the server prints for each fault and action
+whether it happened. An action happens once, to a request; with `queued = true` in `when`, while the call waits to be admitted:
+
+| action | effect |
+|---|---|
+| `abort`, `evict` | ends the request's call; preempts it |
+| `reject` | answers its next call with an abort and no tokens |
+| `lose-reply`, `late-reply` | breaks the connection instead of replying; delays the reply by `steps` engine steps |
+| `sync` | brings new weights (`step-1`, ...) to every server as a trainer does that stops the engines: calls are aborted |
+| `kill` | ends the server with all its calls; it restarts after `steps` (default 5, a step is `--step` seconds) with its weights |
+
+If a stream breaks, only the client knows how many tokens it received. Its next call shows whether it kept them (or its sample, if there is none), and
+the checks hold it to that choice.
+
+## In another language
+
+Post each request to `/rollproof/submit` before its first call, and each sample to `/rollproof/result` at its end, as JSON in the form of a trace's
+events. In Python that is:
+
+```python
+from rollproof.fakes.http.trace_client import Teller
+
+teller = Teller("http://127.0.0.1:30000")
+teller.submit(request)  # a rollproof.Request
+...  # the stack's own calls; teller.headers(request_id) attributes a call by headers
+teller.result(rollout)  # a rollproof.Rollout; or teller.ended(request_id, error="...")
+```
+
+The methods block (in a coroutine: `await asyncio.to_thread(teller.submit, request)`). A call belongs to the request of its headers
+`x-rollproof-request` and `x-rollproof-rollout`, else of its id (the request's, or one that begins with it: `r0-2`), else of its tokens, if they begin
+with the prompt of one open request alone. Without reported requests, a call that continues where an aborted one stopped belongs to the same; then
+no sample is judged."""
 
 
 def _start() -> Iterator[str]:
@@ -196,22 +233,21 @@ $ rollproof serve --as sglang --port 30000 --trace served.arrow
 sglang on http://127.0.0.1:30000
 ```
 
-It serves until Ctrl-C, which ends it with exit code 0 and a complete trace; then `rollproof check served.arrow`. A client in another terminal
-is started with `ROLLPROOF_URL=http://127.0.0.1:30000`, if its samples are to be judged. Events go to the file
-every second: a server that is killed loses those of the last second, and one that cannot write (a full disk) ends with 254 and an error. A
-trace that exists is never overwritten. The commands below run against such a server (`--as vllm` for those of vLLM):
-`"model"` may be anything, tokens are the coded policy's (words `w5`, one for each token), and the first label is `default` instead of the
-`w0` of the transcripts. Its answers are compared with recordings of the real servers (tests/fakes/http/recorded): status, media type, keys
-and kinds of values. What differs, and why: tests/fakes/http/known_differences.py.
+It serves until Ctrl-C; then `rollproof check served.arrow`. A client whose samples are to be judged is started with
+`ROLLPROOF_URL=http://127.0.0.1:30000`.
 
-- A pause lasts until it is ended: after `/pause_generation` or `/pause`, calls wait for `/continue_generation` or `/resume`; after `/sleep`
-  for `/wake_up`.
-- Weights are identified by the path (or a similar name) in an update: the same name is the same weights again, an update without a name
-  brings the next weights. Nothing is read from the path.
-- `temperature`, `top_p` and similar parameters are checked and change nothing, stop strings and stop tokens are accepted and never met: what
-  a call samples depends on its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
-- A wrong request gets the status and the form that the real server gives it; an unknown endpoint is a 404.
-- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them requests and samples are reported."""
+- Events are written every second: a server that is killed loses those of the last one. A trace that exists is never overwritten; a full disk ends
+  it with 254. They have wall-clock times, so checks of hangs stay unknown.
+- Tokens are words `w5`, one each; `"model"` may be anything. The first weights are labelled `default`.
+- What a call samples depends on its prompt, the weights and `--seed` alone: `temperature`, `top_p` and the like are checked and change
+  nothing, stop strings are accepted and never met, the samples of `n > 1` are equal.
+- A pause lasts until it is ended: calls wait for `/continue_generation` or `/resume`, after `/sleep` for `/wake_up`.
+- Weights are identified by the path or name in an update: the same name is the same weights, no name the next ones. Nothing is read from it.
+- A wrong request gets the real server's status and form; an unknown endpoint is a 404. Answers are compared with recordings of the real servers
+  (SGLang 0.5.21, vLLM 0.32.0, sglang-router 0.3.2 in tests/fakes/http/recorded); known_differences.py there says what differs, and why.
+- `--workers 4 --router gateway` (or `slime`) serves four engines and a router, in one trace; each counts the calls of a fault plan by itself.
+- `--routes compact` (SGLang) or `described` (vLLM, as prime-rl has it) sends routes in another form than the server's own.
+- In a program: `async with rollproof.fakes.http.serving.serving("sglang") as (url, backing)`."""
 
 
 def _fields() -> Iterator[str]:

@@ -8,13 +8,11 @@ programs write on machines that have the packages.
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
-import runpy
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import rollproof
@@ -27,56 +25,38 @@ from rollproof.fakes.trainers.reference_trainers import REFERENCES, Pipelined
 from rollproof.invariants import default_registry
 from rollproof.replay.megatron.covered_setups import CPU_RANKS, covering_setups, frozen_rows
 from rollproof.replay.plans import episodes_for
-from rollproof.reporting.text import check_lines, text_of
 from rollproof.verification.replay import judge_replay
 from tools.covering_array import coverage
+from tools.docs.docstrings import described_fields, markdown, one_line
 from tools.docs.enum_texts import enum_texts
 
 __all__ = ["replay_page"]
 
 RESULTS = Path(__file__).parents[2] / "docs" / "replay_results"
 _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
+_SECTION = "replay-on-megatron-run-verl-091-skyrl-030-megatron-core-0161"
 _INTRO = """
-Routing replay makes a trainer's routers execute recorded experts: experts that were recorded in its own old-logprob pass (R2), or in the
-rollout engine (R3). It fails silently: a target that reaches the wrong row, layer, rank or microbatch, or none at all, still gives a finite
-loss. So no check trusts that a target was installed. A spy observes the *output* of every router, and the expected experts of each row are
-derived from the samples' payload alone. The results of a step must depend on nothing that ran before: loss and gradients are a function of
-weights, samples, routes and action.
+Reference for judging a trainer that replays recorded routes: what the adapter declares and reports, which steps rollproof runs, and the
+verdicts on the trainers that were judged. To begin, take the [tutorial](tutorials/replay-trainer.md), then
+[transformers](replay-hf.md) or [Megatron](replay-megatron.md).
 
-`rollproof verify --replay my_module:MyTrainer` judges a trainer. In pytest, use `rollproof.ReplayConformance`, or the fixture
-`rollproof_replay(MyTrainer)` within a test of your own. In a program, use `rollproof.judge_replay(MyTrainer)`.
-`rollproof.ReplayLayoutConformance` judges the functions between payload and router rows separately, without a trainer
-([entry-points.md](entry-points.md)).
+Routing replay makes a trainer's routers execute recorded experts: those of its own old-logprob pass (R2), or of the rollout engine (R3). It
+fails silently: a target that reaches the wrong row, layer, rank or microbatch still gives a finite loss. So a spy observes the *output* of
+every router, and the expected experts are derived from the samples' payload alone. All layers must have the same `top_k`.
 
-All layers must have the same `top_k`: a model with several values cannot be declared yet.
-
-Two pages show a complete trainer: [one of HF transformers](replay-hf.md), with replay code that you can use, and
-[one on Megatron](replay-megatron.md); both run on a CPU.
-"""
-_TRY = """
-## Try it without torch
-
-rollproof's own trainers use numpy. The first command judges a correct one, the second a trainer with the most frequent fault
-([example/shifted_trainer.py](example/shifted_trainer.py)): routes are one row behind their tokens.
-
-```
-rollproof verify --replay rollproof.fakes.trainers.replay_trainer:ReplayTrainer
-cd docs/example
-rollproof verify --replay shifted_trainer:ShiftedTrainer --only replay.forward
-```
-
-The second command ends with exit code 1, and prints:
-"""
-_EXAMPLES = """
-Worked examples: [a trainer of HF transformers](example/hf_trainer.py), [a Megatron trainer](example/megatron_trainer.py).
+| entry point | |
+|---|---|
+| command line | `rollproof verify --replay my_module:MyTrainer` |
+| pytest | `class TestMine(rollproof.ReplayConformance): subject = MyTrainer`, or the fixture `rollproof_replay(MyTrainer)` |
+| program | `rollproof.judge_replay(MyTrainer)` |
+| functions between payload and rows, without a trainer | `rollproof.ReplayLayoutConformance` ([how](how-to/adapter.md#layout-functions)) |
 """
 _COVERING = """
 ## Which configurations
 
-The package has a covering array of {rows} rows (`rollproof.replay.megatron.covered_setups`): every pair of settings that can be combined is in at
-least one row. The settings are the engine's rows, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, and the dispatcher.
-For each row, two implementations lay routes out over the ranks and merge them again; {run} rows also run on megatron-core with at most {ranks} processes
-([replay-megatron.md](replay-megatron.md)). `python -m tools.covering_array` counts:
+A covering array of {rows} rows (`rollproof.replay.megatron.covered_setups`) has every pair of settings that can be combined: engine's rows, mode,
+DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, dispatcher. For each row two implementations lay routes out over the
+ranks and merge them again; {run} rows also run on megatron-core with at most {ranks} processes ([how](replay-megatron.md)).
 
 | settings at once | feasible combinations | in the rows | in the rows that run |
 |---|---|---|---|"""
@@ -85,32 +65,28 @@ For each row, two implementations lay routes out over the ranks and merge them a
 def replay_page() -> Iterator[str]:
     """docs/replay.md."""
     yield f"# Routing replay in a trainer\n{_INTRO}"
-    yield from _tried()
     yield "\n## What you write\n"
-    yield _plain(rollproof.ReplaySubject.__doc__)
+    yield markdown(rollproof.ReplaySubject.__doc__)
     yield (
-        "\n`contract` is made by `rollproof.replay.contract.trainer_contract`: the sizes of the model,"
-        " the convention of the payload"
+        "\n`contract` is made by `rollproof.replay.contract.trainer_contract`: the sizes of the"
+        " model, the convention of the payload ([contract.md](contract.md)), and these terms."
+        " Incomplete or invalid terms raise `ContractError`, which lists every problem.\n"
     )
-    yield "([contract.md](contract.md)), and these terms.\n\n| term | default |\n|---|---|"
+    yield "| term | default | meaning |\n|---|---|---|"
+    _, meanings = described_fields(ReplayTerms.__doc__)
+    enums = {name.lower(): text for name, (text, _) in enum_texts(replay_contract).items()}
     for field in fields(ReplayTerms):
-        yield (
-            f"| `{field.name}` |"
-            f" {'required' if field.default is MISSING else f'`{_shown(field.default)}`'} |"
-        )
-    yield f"\n{_plain(ReplayTerms.__doc__)}"
-    for name, (text, members) in enum_texts(replay_contract).items():
-        yield f"\n### {name}\n\n{_plain(text)}\n"
-        yield from _values(members)
-    yield (
-        "\n## What it gets and returns\n\nFrom `rollproof.replay.events` and `rollproof.replay.spy`.\n"
-    )
+        default = "required" if field.default is MISSING else f"`{_shown(field.default)}`"
+        text = meanings.get(field.name) or one_line(enums.get(_enum_of(field), ""))
+        yield f"| `{field.name}` | {default} | {text} |"
+    yield from _enums(replay_contract)
+    yield "\n## What it gets and returns\n\nFrom `rollproof.replay.events` and `rollproof.replay.spy`.\n"
     for record in (replay.Step, replay.Outcome):
-        yield f"\n### {record.__name__}\n\n{_plain(record.__doc__)}"
-    for name, (text, members) in enum_texts(replay).items():
-        yield f"\n### {name}\n\n{_plain(text)}\n"
-        yield from _values(members)
-    yield f"\n### Spy\n\n{_plain(Spy.__doc__)}"
+        text, meanings = described_fields(record.__doc__)
+        yield f"\n### {record.__name__}\n\n{markdown(text)}\n\n| field | meaning |\n|---|---|"
+        yield from (f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
+    yield from _enums(replay)
+    yield f"\n### Spy\n\n{markdown(Spy.__doc__)}"
     for function in (
         Spy.routed,
         Spy.installed,
@@ -121,22 +97,23 @@ def replay_page() -> Iterator[str]:
         sketch,
         direction,
     ):
-        yield f"\n`{function.__name__}`: {_plain(function.__doc__)}"
-    if all(
-        (RESULTS.parent / name).exists() for name in re.findall(r"\((example/[^)]+)\)", _EXAMPLES)
-    ):
-        yield _EXAMPLES
+        yield f"\n`{function.__name__}`: {markdown(function.__doc__)}"
     yield from _episodes()
     yield from _covering()
     yield from _table()
 
 
-def _tried() -> Iterator[str]:
-    """The finding on the example with a fault."""
-    yield _TRY
-    example = runpy.run_path(str(RESULTS.parent / "example" / "shifted_trainer.py"))
-    check = judge_replay(example["ShiftedTrainer"], only=["replay.forward"]).to_dict()["checks"][0]
-    yield f"```console\n{text_of(check_lines(check, findings=1))}\n```"
+def _enum_of(field: Field[Any]) -> str:
+    """Return the name of an enum that a field has the type of, in lower case."""
+    return str(field.type).replace(" | None", "").rpartition(".")[2].lower()
+
+
+def _enums(module: ModuleType) -> Iterator[str]:
+    for name, (text, members) in enum_texts(module).items():
+        values = (
+            f"`{value}`{f': {one_line(meaning)}' if meaning else '.'}" for value, meaning in members
+        )
+        yield f"\n**{name}**: {one_line(text)} {' '.join(values)}"
 
 
 def _covering() -> Iterator[str]:
@@ -169,42 +146,42 @@ def _episodes() -> Iterator[str]:
 
 def _table() -> Iterator[str]:
     checks = [check for check in default_registry() if check.about == "replay"]
-    short = [check.id.partition(".")[2] for check in checks]
+    rows = {**_references(), **_results()}
+    clean = [name for name, row in rows.items() if not _undecided(row)]
+    columns = [
+        check for check in checks if any(check.id in _undecided(row) for row in rows.values())
+    ]
     yield (
-        "\n## Verdicts\n\nPass ✓, fail ✗, unknown ?, not applicable ·. Reference trainers are"
-        " rollproof's own, in numpy, on"
+        f"\n## Verdicts\n\nReal trainers on CPU (gloo), judged on a machine that has their packages"
+        f" ({', '.join(_versions())}), and rollproof's own (`replay-*`, in numpy on simulated"
+        f" ranks). Every one of the {len(checks)} checks passes, or does not apply, in"
+        f" {'; '.join(clean)}.\n"
     )
     yield (
-        "simulated ranks; the rows below them are real trainers on CPU (gloo), judged on a machine"
-        " that has their packages.\n"
+        f"In the others, fail ✗ and unknown ? ([what fails](track-record.md#{_SECTION})); all other"
+        " checks pass.\n"
     )
-    yield (
-        f"{len(checks)} checks, by number:"
-        f" {', '.join(f'{i + 1} {name}' for i, name in enumerate(short))}.\n"
+    yield f"| trainer | split | {' | '.join(check.id for check in columns)} |"
+    yield f"|---|---|{'---|' * len(columns)}"
+    for name, row in rows.items():
+        if name not in clean:
+            signs = [_SIGNS.get(row["verdicts"].get(check.id, ""), " ") for check in columns]
+            yield f"| {name} | {row['parallel'] or 'one process'} | {' | '.join(signs)} |"
+
+
+def _undecided(row: Mapping[str, Any]) -> set[str]:
+    """Return the checks that fail or are unknown."""
+    return {check for check, verdict in row["verdicts"].items() if verdict in ("fail", "unknown")}
+
+
+def _versions() -> list[str]:
+    return sorted(
+        {
+            f"{package} {version}"
+            for row in _results().values()
+            for package, version in row["versions"].items()
+        }
     )
-    yield f"| trainer | split | mode | {' | '.join(str(i + 1) for i in range(len(checks)))} |"
-    yield f"|---|---|---|{'---|' * len(checks)}"
-    findings: list[str] = []
-    for name, row in {**_references(), **_results()}.items():
-        verdicts: Mapping[str, str] = row["verdicts"]
-        signs = [_SIGNS.get(verdicts.get(check.id, ""), " ") for check in checks]
-        yield (
-            f"| {name} | {row['parallel'] or 'one process'} | {row['mode']} | {' | '.join(signs)} |"
-        )
-        findings += [f"- **{name}**, `{check}`: {text}" for check, text in row["findings"].items()]
-    versions = {
-        f"{package} {version}"
-        for row in _results().values()
-        for package, version in row["versions"].items()
-    }
-    if versions:
-        yield f"\nVersions: {', '.join(sorted(versions))}."
-    if findings:
-        yield (
-            "\n### What fails\n\nThe first finding of each check;"
-            " [track-record.md](track-record.md) reproduces them by hand.\n"
-        )
-        yield from findings
 
 
 def _references() -> dict[str, dict[str, Any]]:
@@ -233,14 +210,5 @@ def _results() -> dict[str, dict[str, Any]]:
     return rows
 
 
-def _values(members: list[tuple[str, str]]) -> Iterator[str]:
-    for value, meaning in members:
-        yield f"- `{value}`{': ' + _plain(meaning) if meaning else ''}"
-
-
 def _shown(value: Any) -> str:
     return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else repr(value)
-
-
-def _plain(text: str | None) -> str:
-    return inspect.cleandoc(text or "").replace("``", "`")

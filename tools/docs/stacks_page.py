@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,13 @@ failed nowhere passes.
 UNDRIVEN = """
 ## What is not driven
 
-- TRL's `VLLMClient` makes one blocking call a batch and resumes nothing, so there is no schedule to
-  run it through. It is run unmodified over real HTTP against the fake vLLM server, and its samples
-  are judged (tests/fakes/http/test_released_clients.py); its weight transfer needs CUDA.
-- AReno's rollouts run on an engine of its own, whose workers are made for accelerators: only its
-  merging of chunks and ranks is judged.
-- Of prime-rl, its sink (which drops what is too stale), curriculum, and concurrency controller are
-  not run, nor its vLLM server.
-- NeMo-RL's rollouts with NeMo-Gym use its servers, which are another repository; its TRT-LLM,
-  Dynamo and Megatron generations start engines of their own. Read at 7ea279abf and not run: their
-  results go through the same buffers and batches, which are judged.
-- Of ROLL, its agentic pipelines, its replay buffer of prompts and its vLLM strategy were read at
-  8eb27cc2 and not run: the first keep a loop of their own for each environment, the second counts
-  prompts and not tokens, the third imports vLLM's classes to call them."""
+- TRL's `VLLMClient` resumes nothing; it is run over real HTTP against the fake vLLM server
+  (tests/fakes/http/test_released_clients.py). Its weight transfer needs CUDA.
+- AReno: its rollouts, which run on an engine of its own.
+- prime-rl: its sink, curriculum and concurrency controller, and its vLLM server.
+- NeMo-RL: rollouts with NeMo-Gym (another repository), TRT-LLM, Dynamo and Megatron generation. By
+  reading, their results go through the same buffers and batches, which are judged.
+- ROLL: agentic pipelines, replay buffer of prompts, vLLM strategy."""
 
 
 def stacks_page() -> Iterator[str]:
@@ -52,85 +45,67 @@ def stacks_page() -> Iterator[str]:
     ]
     results.sort(key=lambda result: (list(STACKS).index(result["stack"]), result["version"]))
     yield (
-        "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines:"
-        " `rollproof verify --stack NAME`,"
+        "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines, and"
+        " what came out. `rollproof verify --stack NAME` judges one that is installed (elsewhere its"
+        " error has the commands that install it, without engines and CUDA packages);"
+        " `nox -s upstream -- NAME==VERSION` installs it and compares its verdicts with those of"
+        " `verdicts.toml` in its folder of harness/stacks. [track-record.md](track-record.md)"
+        " describes what fails, with a script for each.\n"
     )
     yield (
-        "where it is installed (elsewhere the error has the commands that install it: from a"
-        " package index, without the engines and CUDA"
+        "- An entry of `verdicts.toml` names the kinds of findings, and the situations before them:"
+        " another kind, or a pass, is an error. The matrix is that of the default seed.\n"
+        "- `--checkout DIR` judges a checkout: of a fork, a branch, or of slime, prime-rl, NeMo-RL"
+        " and ROLL, which no package index has. An editable installation counts as a checkout.\n"
+        "- A release that is not in the table, or changed code (`<commit>+changed`), is driven as"
+        " the newest that is and is not newer, and `--matrix` compares with its verdicts. The report"
+        " says so; what fails then may be the adapter's fault.\n"
+        "- `-v` lists the checks that do not apply, with the reason: what the stack's contract rules"
+        " out.\n"
     )
-    yield (
-        "packages that its metadata asks for); `nox -s upstream -- NAME==VERSION` installs it and"
-        " holds its verdicts to the matrix of"
-    )
-    yield (
-        "`verdicts.toml` in its folder of harness/stacks. What fails is shown by hand in"
-        " [track-record.md](track-record.md)."
-    )
-    yield (
-        "An entry says of each check that fails what kind of finding it shows, and after which"
-        " situations: another kind, or another"
-    )
-    yield (
-        "situation, is an error, as a pass or an unknown verdict is. The seed draws the schedules;"
-        " the matrix is that of the default one."
-    )
-    yield (
-        "Every stack is judged from a checkout too, of a fork or of a branch, `--checkout DIR`,"
-        " where its requirements are installed; slime,"
-    )
-    yield (
-        "prime-rl, NeMo-RL and ROLL, which no package index has, are judged from that of the"
-        " table's commit. An editable installation is"
-    )
-    yield (
-        "judged as a checkout. A release or commit that the table does not have, or code that was"
-        " changed (`<commit>+changed`), is driven as"
-    )
-    yield (
-        "the newest that it has and that is not newer, and compared with its pinned verdicts by"
-        " `--matrix`: the report says so, and what fails"
-    )
-    yield "then may be the adapter's fault.\n"
     yield from _parts(results)
     yield from _table(results)
-    yield from _failing(results)
-    yield from _left_out(results)
     yield UNDRIVEN
 
 
 def _parts(results: list[dict[str, Any]]) -> Iterator[str]:
     yield (
-        "## What was judged\n\n| stack | part | cases | pass | fail | unknown | not applicable |"
-        " seconds |"
+        "## What was judged\n\nCases, and seconds on two cores without imports, while other work"
+        " ran on the machine; `✗`: checks that fail.\n\n"
+        "| stack | parts | cases | seconds | ✗ |\n|---|---|---|---|---|"
     )
-    yield "|---|---|---|---|---|---|---|---|"
     for result in results:
-        for part, outcome in result["parts"].items():
-            count = Counter(_SIGNS[verdict] for verdict in outcome["verdicts"].values())
-            counts = " | ".join(str(count[sign]) for sign in "✓✗?·")
-            yield (
-                f"| {_title(result)} | {part} | {outcome['cases']} | {counts} |"
-                f" {outcome['seconds']:.0f} |"
-            )
-    yield "\nSeconds on two cores, without imports, while other work ran on the machine.\n"
+        parts = result["parts"].values()
+        failing = {
+            check
+            for part in parts
+            for check, verdict in part["verdicts"].items()
+            if _SIGNS[verdict] == "✗"
+        }
+        yield (
+            f"| {_title(result)} | {', '.join(result['parts'])} |"
+            f" {sum(part['cases'] for part in parts)} |"
+            f" {sum(part['seconds'] for part in parts):.0f} | {len(failing)} |"
+        )
+    yield ""
 
 
 def _table(results: list[dict[str, Any]]) -> Iterator[str]:
-    judged = {
-        check
-        for result in results
-        for part in result["parts"].values()
-        for check in part["verdicts"]
+    rows = {
+        check.id: [_worst(result, check.id) for result in results] for check in default_registry()
     }
-    yield "## Verdicts\n\nPass ✓, fail ✗, unknown ?, not applicable ·: the worst of all parts.\n"
+    judged = {check: signs for check, signs in rows.items() if set(signs) != {" "}}
+    shown = {check: signs for check, signs in judged.items() if {"✗", "?"} & set(signs)}
+    yield (
+        f"## Verdicts\n\nFail ✗, unknown ?, pass ✓, not applicable ·: the worst of all parts. The"
+        f" other {len(judged) - len(shown)} checks pass in every stack, or do not apply.\n"
+    )
     yield (
         f"| check | {' | '.join(_title(result) for result in results)}"
         f" |\n|---|{'---|' * len(results)}"
     )
-    for check in default_registry():
-        if check.id in judged:
-            yield f"| {check.id} | {' | '.join(_worst(result, check.id) for result in results)} |"
+    for check, signs in shown.items():
+        yield f"| {check} | {' | '.join(signs)} |"
 
 
 def _worst(result: Mapping[str, Any], check: str) -> str:
@@ -142,49 +117,6 @@ def _worst(result: Mapping[str, Any], check: str) -> str:
     # as in a report over several subjects: what passed somewhere and failed nowhere passes
     order = "✗✓?·" if "✗" not in signs and "✓" in signs else "✗?✓·"
     return next((sign for sign in order if sign in signs), " ")
-
-
-def _failing(results: list[dict[str, Any]]) -> Iterator[str]:
-    yield (
-        "\n## What fails, and why\n\n| stack | what | kind | checks (parts) | upstream | by hand"
-        " |\n|---|---|---|---|---|---|"
-    )
-    for stack in dict.fromkeys(result["stack"] for result in results):
-        for entry in Matrix.read(stack).entries:
-            concerned = {**entry.may_fail, **entry.fails, **entry.unknown}
-            checks = "; ".join(
-                f"`{check}` ({', '.join(parts)})" for check, parts in concerned.items()
-            )
-            source = ", ".join(
-                filter(None, (f"`{entry.where}`" if entry.where else "", entry.upstream))
-            )
-            file = entry.script.partition(" ")[0]
-            script = f"[{entry.script}](track_record/{file})" if file else ""
-            yield (
-                f"| {stack} {', '.join(entry.versions)} | {entry.name} | {entry.kind} | {checks} |"
-                f" {source} | {script} |"
-            )
-
-
-def _left_out(results: list[dict[str, Any]]) -> Iterator[str]:
-    yield (
-        "\n## What is not applicable\n\nBy the declared contract of the newest release judged, all"
-        " parts.\n"
-    )
-    newest = {result["stack"]: result for result in results}
-    for result in newest.values():
-        reasons: dict[str, list[str]] = {}
-        for check in default_registry().ids:
-            if _worst(result, check) == "·":
-                texts = {
-                    part["reasons"][check]
-                    for part in result["parts"].values()
-                    if check in part["reasons"]
-                }
-                reasons.setdefault("; ".join(sorted(texts)), []).append(check)
-        yield f"\n**{_title(result)}**\n"
-        for reason, checks in reasons.items():
-            yield f"- {', '.join(f'`{check}`' for check in checks)}: {reason}"
 
 
 def _title(result: Mapping[str, Any]) -> str:

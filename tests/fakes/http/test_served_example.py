@@ -1,6 +1,4 @@
-"""The served example: docs/http.md and docs/entry-points.md show what its client and its trace
-really print.
-"""
+"""The served example: docs/http.md shows what its client and its trace really print."""
 
 from __future__ import annotations
 
@@ -85,9 +83,8 @@ def test_the_test_of_the_example_is_green_and_red(
     result.stdout.fnmatch_lines(["FAILED test_served_client.py::test_generate - routes.rows: *"])
 
 
-def test_both_pages_show_the_plan_that_is_run() -> None:
+def test_the_page_shows_the_plan_that_is_run() -> None:
     """As it stands in the file, which is read."""
     plan = (EXAMPLE / "served_plan.toml").read_text(encoding="utf-8")
     assert f"```toml\n{plan}```" in PAGE
-    assert f"```toml\n{plan}```" in (DOCS / "entry-points.md").read_text(encoding="utf-8")
     assert "r1" == FaultPlan.from_file(EXAMPLE / "served_plan.toml").faults[0].request_id
