@@ -168,7 +168,7 @@ def test_users_are_shown_public_modules_only() -> None:
     """The pages, the examples and the typed uses import from no other module: those are private."""
     files = [
         ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "docs" / "example").glob("*.py"),
         ROOT / "tests" / "typing" / "uses.py",
     ]
