@@ -17,6 +17,8 @@ PAGES = {
 }
 """Files of the checkout, and what they are called in the site."""
 
+_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
+"""Code with a `|` that GitHub's tables want escaped; those of mkdocs show the backslash."""
 _LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -46,4 +48,4 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
             return f"]({up}{name}{anchor})"
         return f"]({match['target']})"
 
-    return _LINK.sub(target, markdown)
+    return _CODE.sub(lambda code: code[0].replace("\\|", "|"), _LINK.sub(target, markdown))
