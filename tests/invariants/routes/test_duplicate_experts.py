@@ -64,3 +64,15 @@ def test_equal_ids_but_for_their_top_bit_are_not_repeated() -> None:
     assert not has_repeats(array, 256)
     array[599, 1] = 7
     assert has_repeats(array, 256)
+
+
+@pytest.mark.parametrize("experts", [128, 256])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_equal_ids_of_neighbouring_cells_are_not_repeated(experts: int, step: int) -> None:
+    """Each cell begins with ids of the one before it, at every distance below top-k."""
+    cells = np.arange(24)[:, None] * step + np.arange(4)
+    array = np.broadcast_to(cells.astype(np.uint8), (60, 24, 4)).copy()
+    assert array.size > duplicate_experts._SMALL
+    assert not has_repeats(array, experts)
+    array[30, 7, 3] = array[30, 7, 0]
+    assert has_repeats(array, experts)

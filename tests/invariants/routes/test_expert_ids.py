@@ -102,6 +102,20 @@ def test_equal_rows_of_a_small_sample_are_no_fault(story: RoutedRequest) -> None
     assert failing(_by_engine(story, story.good()[:1].repeat(len(story.good()), axis=0))) == set()
 
 
+@pytest.mark.parametrize(("prompt", "found"), [(10, False), (11, True)])
+def test_one_expert_in_all_of_22_rows_is_no_choice(prompt: int, found: bool) -> None:
+    """Eight experts: 21 rows of expert 0 have a chance of 2**-63."""
+    story = RoutedRequest(
+        segments=(Segment(12),), prompt=prompt, with_truth=False, changes={"top_k": 1}
+    )
+    rows = story.good().copy()
+    rows[:, 1] = 0
+    judged = _by_engine(story, rows)
+    assert ({"routes.live"} if found else set()) == failing(judged)
+    if found:
+        assert "MoE layers with only expert 0" == judged["routes.live"].findings[0].title
+
+
 @pytest.mark.parametrize(("tokens", "found"), [(1, False), (2, True)])
 def test_five_equal_rows_are_chance_and_six_are_not(tokens: int, found: bool) -> None:
     """28 choices in each of three layers: four repetitions have a chance of 2**-58, five of

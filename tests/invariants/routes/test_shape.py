@@ -286,6 +286,8 @@ def test_a_captured_prefix_may_end_anywhere() -> None:
         assert failing(story.judged(story.good()[:count])) == (
             set() if count else {"routes.presence"}
         )
+    more = only_finding(story.judged(story.good().repeat(2, axis=0)), "routes.rows")
+    assert more.expected.startswith("at most 10 rows for ")
     surplus = np.concatenate([story.good(), story.good()[:1] * 0])
     assert "SkyRL #1908" in only_finding(story.judged(surplus), "routes.filler").hint
 

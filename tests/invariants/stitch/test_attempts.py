@@ -457,6 +457,19 @@ class TestParameters:
         )
         assert {self.ID} == blamed(lost)
 
+    def test_what_the_first_call_carries_is_shown(self) -> None:
+        """With its server; the second call has others."""
+        story = script_rollout(
+            self._call(stop="x"),
+            ScriptedCall(tokens=(12,), server="s1", call={"sampling": {"stop": "y"}}),
+            request={"sampling": {"top_k": 20}},
+            abort_surfaces=True,
+            sampling="forwarded",
+        )
+        finding = finds("stitch.sampling-forwarded", story)
+        assert "2 calls without; the first carries stop='x'" == finding.observed
+        assert ("s0", 1) == (finding.where["server"], finding.where["call"])
+
     def test_the_value_of_the_first_call_is_shown(self) -> None:
         """No call has the caller's value, and the place is the first call."""
         story = script_rollout(
