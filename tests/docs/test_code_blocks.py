@@ -92,8 +92,10 @@ def console(shell: Shell, text: str) -> None:
     for part in text.split("$ ")[1:]:
         command, _, shown = part.partition("\n")
         printed = shell.run(command)
-        # how many checks there are says nothing about the page, how many fail does
-        counts = re.compile(r"\b\d+(?= (?:checks|pass|not applicable|passed|skipped)\b)")
+        # how many checks and cases there are says nothing about the page; how many fail, and that
+        # none is unknown, does
+        counted = "checks|pass|unknown|not applicable|passed|skipped|situations"
+        counts = re.compile(rf"\b[1-9]\d*(?= (?:{counted})\b)")
         rest = counts.sub("N", printed)
         for line in counts.sub("N", shown).splitlines():
             expected, _, anything = line.partition("...")
