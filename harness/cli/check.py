@@ -20,7 +20,7 @@ from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check, CheckResult, Verdict
 from rollproof.judging.judge import Judge, Tally
 from rollproof.judging.report import ExitCode, Report
-from rollproof.reporting.text import NOT_EXERCISED, Line, Style, report_lines, wrapped
+from rollproof.reporting.text import NOT_EXERCISED, WIDTH, Line, Style, report_lines, wrapped
 from rollproof.store import open_trace
 from rollproof.verification.reports import situations_of
 from rollproof.verification.traces import oracle_of
@@ -82,9 +82,14 @@ def check(
     if len(traces) == 1:  # of several files the report does not say which one a finding is in
         file = SourceLocation(file=traces[0].resolve(), line=1)
         data["location"] = file.to_dict(Path.cwd())
-    output.lines(report_lines(data, verbose=verbose, gather=True))
+    output.lines(report_lines(data, verbose=verbose, gather=True, width=output.width))
     output.lines(
-        summary_lines(judged.results, has_samples=traces_judged.has_samples, verbose=verbose)
+        summary_lines(
+            judged.results,
+            has_samples=traces_judged.has_samples,
+            verbose=verbose,
+            width=output.width,
+        )
     )
     output.lines((Style.BAD, f"  {error}") for error in traces_judged.errors)
     output.json(data)
@@ -162,16 +167,22 @@ class _TraceResults:
 
 
 def summary_lines(
-    results: Sequence[CheckResult], *, has_samples: bool, verbose: bool = False
+    results: Sequence[CheckResult],
+    *,
+    has_samples: bool,
+    verbose: bool = False,
+    width: int = WIDTH,
 ) -> Iterator[Line]:
     """Yield lines on which checks passed, which were not judged and why, and what to do next.
 
     ``has_samples``: whether the traces have requests. Without them no check of samples is judged.
     ``verbose``: whether the report lists every check, so that only the next step is left to say.
+    ``width``: the columns of the terminal.
     """
+    width = min(width, WIDTH)
     passed = [result.check for result in results if result.verdict is Verdict.PASS]
     if passed and not verbose:
-        yield Style.GOOD, wrapped(f"  passed: {_listed(passed)}.")
+        yield Style.GOOD, wrapped(f"  passed: {_listed(passed)}.", width=width)
     # Unknown checks with a reason of their own are in the report above; their situations may well
     # have occurred.
     idle = [
@@ -186,7 +197,7 @@ def summary_lines(
             "they need requests and samples, and none were reported to this recording: it has"
             " calls, aborts, pauses and weights"
         )
-        yield Style.DOUBT, wrapped(f"  not judged: {_listed(without_data)}: {reason}.")
+        yield Style.DOUBT, wrapped(f"  not judged: {_listed(without_data)}: {reason}.", width=width)
     if not_met and not verbose:
         situations = list(dict.fromkeys(name for check in not_met for name in check.exercised_by))
         more = f", and {len(situations) - _NAMED} more" if len(situations) > _NAMED else ""
@@ -194,9 +205,9 @@ def summary_lines(
             f"  not judged: {_listed(not_met)}: none of their situations occurred"
             f" ({', '.join(situations[:_NAMED])}{more})."
         )
-        yield Style.DOUBT, wrapped(text)
+        yield Style.DOUBT, wrapped(text, width=width)
     if without_data:
-        yield Style.PLAIN, wrapped(_NEXT)
+        yield Style.PLAIN, wrapped(_NEXT, width=width)
 
 
 def _needs_samples(check: Check) -> bool:

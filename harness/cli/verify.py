@@ -328,7 +328,7 @@ def _show(
     """Print the reports and write the JSON; returns the one report, or all of them merged."""
     merged = reports[0] if len(reports) == 1 else merge_reports(title, reports)
     if len(reports) == 1:
-        output.lines(report_lines(merged.to_dict(), verbose=verbose))
+        output.lines(report_lines(merged.to_dict(), verbose=verbose, width=output.width))
     else:
         _show_parts(output, merged, reports, verbose=verbose)
     output.lines((Style.DOUBT, f"  {note}") for note in notes if note)
@@ -349,7 +349,9 @@ def _show_parts(output: Output, merged: Report, reports: list[Report], *, verbos
             ]
             output.lines(
                 report_lines(
-                    {**data, "checks": shown, "exercised": {}, "canary": {}}, verbose=verbose
+                    {**data, "checks": shown, "exercised": {}, "canary": {}},
+                    verbose=verbose,
+                    width=output.width,
                 )
             )
         else:
@@ -357,7 +359,11 @@ def _show_parts(output: Output, merged: Report, reports: list[Report], *, verbos
     data = merged.to_dict()
     output.lines(
         report_lines(
-            {**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}
+            {
+                **data,
+                "checks": [check for check in data["checks"] if check["verdict"] == "unknown"],
+            },
+            width=output.width,
         )
     )
 

@@ -21,6 +21,7 @@ from rollproof.reporting.commands import replay_command
 __all__ = [
     "KINDS",
     "NOT_EXERCISED",
+    "WIDTH",
     "Line",
     "Style",
     "check_lines",
@@ -42,7 +43,8 @@ __all__ = [
 
 NOT_EXERCISED = "not exercised"
 """The start of a check's reason if its situation did not occur."""
-_WIDTH = 118
+WIDTH = 118
+"""Columns of a report on a wide terminal, or in a log."""
 # Seven ids and more would wrap, and hide the reason at the end of the line.
 _NAMED = 6
 """A line that gathers more checks than this counts them, and names none."""
@@ -116,6 +118,7 @@ def report_lines(
     verbose: bool = False,
     findings: int | None = KINDS,
     gather: bool = False,
+    width: int = WIDTH,
 ) -> Iterator[Line]:
     """Yield the lines of a report: head, checks, situations, self-test, notes and summary.
 
@@ -126,8 +129,10 @@ def report_lines(
             one of every kind.
         gather: count the unknown checks that were not exercised in one line, because a recorded run
             meets few situations.
+        width: the columns of the terminal; lines are no longer than usual on a wide one.
     """
-    yield Style.TITLE, _head(report)
+    width = min(width, WIDTH)
+    yield Style.TITLE, _narrowed(_head(report), "    ", width)
     shown = (
         ("fail", "expected fail", "unknown", "pass", "not applicable")
         if verbose
@@ -145,33 +150,32 @@ def report_lines(
             and check["reason"].startswith(NOT_EXERCISED)
         ]
         if verdict == "not applicable":
-            yield from _ruled_out(checks)
+            yield from _ruled_out(checks, width)
             continue
         alike = _alike(checks) if verdict == "unknown" and not verbose else {}
         for check in checks:
             if check not in idle and check["reason"] not in alike:
                 known = verdict == "expected fail" and not verbose
-                yield from check_lines(check, findings=0 if known else shown_kinds, option="-v")
+                kinds = 0 if known else shown_kinds
+                yield from check_lines(check, findings=kinds, option="-v", width=width)
         for reason, count in alike.items():
             if not (gather and reason.startswith(NOT_EXERCISED)):
                 yield (
                     Style.DOUBT,
-                    wrapped(f"  UNKNOWN  {_checks(count)}: {reason} (-v lists them)", "      "),
+                    wrapped(f"  UNKNOWN  {_checks(count)}: {reason} (-v lists them)", width=width),
                 )
         if idle:
-            yield (
-                Style.DOUBT,
-                (
-                    f"  UNKNOWN  {_checks(len(idle))} not exercised: their situations did not occur"
-                    " in this run (-v lists them)"
-                ),
+            text = (
+                f"  UNKNOWN  {_checks(len(idle))} not exercised: their situations did not occur in"
+                " this run (-v lists them)"
             )
+            yield Style.DOUBT, wrapped(text, width=width)
     exercised = report["exercised"]
-    yield from _exercised(exercised) if verbose else _exercised_line(exercised)
-    yield from _canary(report["canary"])
+    yield from _exercised(exercised, width) if verbose else _exercised_line(exercised, width)
+    yield from _canary(report["canary"], width)
     for note in report.get("notes", ()):
-        yield Style.DOUBT, f"  note: {note}"
-    yield _style_of(report), f"  {summary_text(report)}"
+        yield Style.DOUBT, _narrowed(f"  note: {note}", " " * 6, width)
+    yield _style_of(report), wrapped(f"  {summary_text(report)}", width=width)
 
 
 def _alike(checks: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -180,7 +184,7 @@ def _alike(checks: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {reason: count for reason, count in reasons.items() if count > _NAMED}
 
 
-def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+def _ruled_out(checks: Sequence[Mapping[str, Any]], width: int) -> Iterator[Line]:
     """Yield the checks that do not apply; one line for those of a family that share a reason."""
     word, style = _VERDICTS["not applicable"]
     families: dict[tuple[str, str], list[str]] = {}
@@ -192,7 +196,7 @@ def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
         name = ids[0] if len(ids) == 1 else f"{_checks(len(ids))} of {family}"
         short = ", ".join(check_id.partition(".")[2] for check_id in ids)
         listed = f" ({short})" if 1 < len(ids) <= _NAMED else ""
-        yield style, wrapped(f"  {word}  {name}{listed}: {reason}", "      ")
+        yield style, wrapped(f"  {word}  {name}{listed}: {reason}", "      ", width)
 
 
 def summary_text(report: Mapping[str, Any]) -> str:
@@ -210,7 +214,11 @@ def summary_text(report: Mapping[str, Any]) -> str:
 
 
 def check_lines(
-    check: Mapping[str, Any], *, findings: int | None = KINDS, option: str = ""
+    check: Mapping[str, Any],
+    *,
+    findings: int | None = KINDS,
+    option: str = "",
+    width: int = WIDTH,
 ) -> Iterator[Line]:
     """Yield one check: verdict, id and reason, then one finding each of its first ``findings``
     kinds (``None``: of every kind).
@@ -227,13 +235,15 @@ def check_lines(
     times = sum(check["exercised"].values())
     exercised = f" (exercised {times:,} times)" if check["verdict"] == "pass" else ""
     detail = f": {reason}" if reason else ""
-    yield style, wrapped(f"  {word}  {check['id']}{exercised}{detail}", "      ")
+    yield style, wrapped(f"  {word}  {check['id']}{exercised}{detail}", width=width)
     one_each = first_of_each_kind(check["findings"])
     shown = one_each[:findings]
     flavours: Mapping[str, Sequence[str]] = check.get("flavours", {})
     for number, finding in enumerate(shown, 1):
         on = flavours.get(finding.get("kind", "")) or (finding.get("flavour", ""),)
-        yield from finding_lines(finding, number, check["id"] if number == 1 else "", on)
+        yield from finding_lines(
+            finding, number, check["id"] if number == 1 else "", on, width=width
+        )
     # The judge counts all findings, and keeps only the first ones.
     more = check.get("found", len(check["findings"])) - len(shown)
     if more > 0 and shown:
@@ -242,7 +252,8 @@ def check_lines(
         hidden = len(one_each) > len(shown)
         hint = f" ({option} shows one of each kind)" if option and hidden else ""
         rest = f"{more:,} more finding{'s' if more > 1 else ''}"
-        yield Style.FAINT, f"     ... and {rest} of this check{kinds}{hint}"
+        text = f"     ... and {rest} of this check{kinds}{hint}"
+        yield Style.FAINT, wrapped(text, " " * 9, width)
 
 
 def first_of_each_kind(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -259,7 +270,7 @@ def finding_lines(
     check_id: str = "",
     flavours: Sequence[str] = (),
     *,
-    width: int = _WIDTH,
+    width: int = WIDTH,
     is_shown: bool = False,
 ) -> Iterator[Line]:
     """Yield one finding: title, place, the engine flavours on which its kind was found, its story,
@@ -322,7 +333,7 @@ def _rows(rows: Iterable[tuple[str, str]], width: int) -> Iterator[Line]:
 
 
 def story_lines(
-    story: Sequence[Mapping[str, Any]], *, most: int, width: int = _WIDTH
+    story: Sequence[Mapping[str, Any]], *, most: int, width: int = WIDTH
 ) -> Iterator[Line]:
     """Yield the story of a finding, one line an event; ``>>`` marks the event that broke the
     promise.
@@ -422,7 +433,7 @@ def _style_of(report: Mapping[str, Any]) -> Style:
     return Style.DOUBT if summary["unknown"] or not summary["pass"] else Style.GOOD
 
 
-def _exercised_line(counts: Mapping[str, int]) -> Iterator[Line]:
+def _exercised_line(counts: Mapping[str, int], width: int) -> Iterator[Line]:
     """Yield one line: how many situations arose, some of them, and those that did not."""
     if not counts:
         return
@@ -435,28 +446,28 @@ def _exercised_line(counts: Mapping[str, int]) -> Iterator[Line]:
     named = "; ".join(f"{name} {arisen[name]:,}" for name in shown)
     more = "; ... (-v lists all)" if len(shown) < len(arisen) else ""
     situations = f"{len(arisen)} situation{'' if len(arisen) == 1 else 's'}"
-    yield Style.PLAIN, wrapped(f"  exercised {situations}: {named}{more}", "      ")
+    yield Style.PLAIN, wrapped(f"  exercised {situations}: {named}{more}", width=width)
     missing = [name for name, count in counts.items() if not count]
     if missing:
-        yield Style.DOUBT, wrapped(f"  not exercised: {', '.join(missing)}", "      ")
+        yield Style.DOUBT, wrapped(f"  not exercised: {', '.join(missing)}", width=width)
 
 
-def _exercised(counts: Mapping[str, int]) -> Iterator[Line]:
+def _exercised(counts: Mapping[str, int], width: int) -> Iterator[Line]:
     if not counts:
         return
     yield Style.TITLE, "  exercised"
     for name, count in Counter(counts).most_common():
         yield (
             (Style.PLAIN if count else Style.DOUBT),
-            f"    {name} {'.' * max(2, 60 - len(name))} {count:,}",
+            f"    {name} {'.' * max(2, min(60, width - 14) - len(name))} {count:,}",
         )
 
 
-def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
+def _canary(canary: Mapping[str, Any], width: int) -> Iterator[Line]:
     if text := self_test_text(canary):
         planted = canary["planted"] is not None
         style = (Style.GOOD if canary["red"] else Style.BAD) if planted else Style.DOUBT
-        yield style, wrapped(f"  {text}", "      ")
+        yield style, wrapped(f"  {text}", width=width)
 
 
 def self_test_text(canary: Mapping[str, Any]) -> str:
@@ -492,8 +503,13 @@ def place_text(keys: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {keys[key]}" for key in order)
 
 
+def _narrowed(text: str, indent: str, width: int) -> str:
+    """Return a line that is broken on narrow terminals alone: a log is searched for such lines."""
+    return wrapped(text, indent, width) if width < WIDTH else text
+
+
 # Paths and ids stay whole, so that they can be copied: no line is broken inside a word.
-def wrapped(text: str, indent: str = "      ", width: int = _WIDTH) -> str:
+def wrapped(text: str, indent: str = "      ", width: int = WIDTH) -> str:
     """Return ``text`` with every line wrapped; continuation lines begin with ``indent``."""
     first, *rest = text.splitlines() or [""]
     fill = partial(

@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 from rollproof.reporting.text import (
     Style,
     check_lines,
@@ -11,6 +13,7 @@ from rollproof.reporting.text import (
     summary_text,
     text_of,
 )
+from tests.support.made_up_reports import checked, finding, moment, reported
 
 FINDING: dict[str, Any] = {
     "title": "Routes hold more rows than the sample has tokens",
@@ -372,3 +375,21 @@ def test_a_report_of_an_earlier_release_is_shown() -> None:
 
     assert "    1. Routes hold more rows than the sample has tokens" in text
     assert "engine" not in text and "after " not in text
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_narrow_terminal_is_kept_to(*, verbose: bool) -> None:
+    """At 60 columns no line is longer but for commands, which stay whole to be copied."""
+    story = [moment(number, "an event that happened " * 4) for number in range(10)]
+    found = [finding("what is wrong " * 9, kind=f"kind {n}", story=story) for n in range(5)]
+    verdicts = ("fail", "unknown", "expected fail", "pass", "not applicable")
+    checks = [
+        checked(f"family.check-{verdict.replace(' ', '-')}", verdict, found, "a reason " * 20)
+        for verdict in verdicts
+    ]
+    report = reported("subject " * 12, *checks, text="a long text " * 3)
+    lines = text_of(report_lines(report, verbose=verbose, width=60)).splitlines()
+
+    assert [] == [line for line in lines if len(line) > 60 and "rollproof " not in line]
+    wide = text_of(report_lines(report, verbose=verbose, width=400))
+    assert wide == text_of(report_lines(report, verbose=verbose))
