@@ -393,6 +393,7 @@ class TestTokens:
         ("response", "kind"),
         [
             ((11, 12, 13, 14, 11), "tokens that no call returned"),
+            ((11, 12, 13, 14, 2), "tokens that no call returned"),
             ((11, 12, 13, 14, 11, 12), "tokens are repeated"),
             ((11, 12, 13, 14, 14), "tokens are repeated"),
             ((11, 11, 12, 13, 14), "tokens are repeated"),
