@@ -184,7 +184,7 @@ async def send_load(
     """Return the replies a second over keep-alive connections, and the bytes of a reply."""
     body = json.dumps(contestant.body).encode()
     head = (
-        f"POST {contestant.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"POST {contestant.path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     ).encode()
     remaining = iter(range(requests))

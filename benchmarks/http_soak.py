@@ -113,7 +113,7 @@ class Load:
     async def left_stream(self) -> None:
         content = orjson.dumps(self._body(self._rid(), 400, stream=True))
         head = (
-            f"POST {self._path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"POST {self._path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(content)}\r\n\r\n"
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)

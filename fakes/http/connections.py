@@ -1,8 +1,9 @@
-"""Connections of the fake servers: uvicorn's protocol, which can be broken on purpose, and which
-knows what its client may not have read.
+"""Connections of the fake servers: uvicorn's protocol, which can be broken on purpose, which knows
+what its client may not have read, and which bounds what a client may send and how slowly.
 
-ASGI has no word for either. This is a protocol class for uvicorn's option ``http``; it adds to the
-methods of ``asyncio.Protocol`` and hands itself to the application as ``request.state.connection``.
+ASGI has no word for any of them. This is a protocol class for uvicorn's option ``http``; it adds to
+the methods of ``asyncio.Protocol``, and hands itself to the application as
+``request.state.connection``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-__all__ = ["Connection", "Delivery", "TolerantTransport", "connection_of", "delivery_of"]
+__all__ = [
+    "MAX_CONNECTIONS",
+    "Connection",
+    "Delivery",
+    "TolerantTransport",
+    "connection_of",
+    "delivery_of",
+]
+
+MAX_CONNECTIONS = 16_384
+"""Open connections of one process: vLLM and SGLang have no limit, a run has some thousand calls."""
+_MAX_HEAD = 64 << 10
+"""Bytes of a request that are not its body: h11's own limit, which httptools does not have."""
+_MAX_SECONDS = 30
+"""Seconds in which a request must arrive, from the first byte to the last."""
 
 _MAX_UNREAD = 1024
 """Answers of one connection that are remembered because its client may not have read them."""
@@ -76,17 +91,21 @@ class TolerantTransport:
         return getattr(self._transport, name)
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools, a variable
+class Connection(HttpToolsProtocol):
     """One connection of a client."""
 
     def __init__(self, config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> None:
         state = {**app_state, "connection": self}
-        super().__init__(config, server_state, state, _loop)  # pyright: ignore[reportCallIssue]
+        super().__init__(config, server_state, state, _loop)
         self._pipe: asyncio.Transport | None = None
         self._closed = asyncio.Event()
         self._client_closed = False
         self._breaking = False
         self._open = 0
+        self._others = server_state.connections
+        self._is_arriving = True
+        self._seconds = 0
+        self._head = 0
         # bounded: a client may send thousands of requests over one connection and read none of them
         self._unread: deque[Delivery] = deque(maxlen=_MAX_UNREAD)
 
@@ -94,13 +113,46 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or 
         self._pipe = transport
         tolerant: Any = TolerantTransport(transport)  # it has every method of the one it wraps
         super().connection_made(tolerant)
+        if len(self._others) > MAX_CONNECTIONS:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         # A client that sends its next request after an answer has read that answer. One that sends
         # several requests at once says nothing by it.
         if not self._open:
             self._unread.clear()
+        self._is_arriving = True
+        self._head += len(data)
         super().data_received(data)
+        if self._head > _MAX_HEAD:
+            self._refuse(431, b"The headers of this request have more than 64 KiB.")
+
+    def on_body(self, body: bytes) -> None:
+        self._head = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_arriving, self._seconds, self._head = False, 0, 0
+        super().on_message_complete()
+
+    def second_passed(self) -> None:
+        """Close the connection if its next request has been arriving for too long."""
+        # counted, not measured: a machine that was asleep does not drop the connections of its
+        # clients
+        if self._is_arriving:
+            self._seconds += 1
+            if self._seconds > _MAX_SECONDS:
+                self._refuse(408, b"This request took more than 30 s to arrive.")
+
+    def _refuse(self, status: int, text: bytes) -> None:
+        if self._pipe is None or self._pipe.is_closing():
+            return
+        head = b"HTTP/1.1 %d \r\ncontent-type: text/plain\r\ncontent-length: %d\r\n" % (
+            status,
+            len(text),
+        )
+        self._pipe.write(head + b"connection: close\r\n\r\n" + text)
+        self._pipe.close()
 
     def eof_received(self) -> None:
         self._client_closed = True

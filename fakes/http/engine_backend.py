@@ -38,6 +38,8 @@ _CALLERS: Sequence[tuple[ContextVar[Any], str]] = (
     (CURRENT_ROLLOUT, ROLLOUT_HEADER),
 )
 """What a client's headers say of the caller, and where the engine's hooks look for it."""
+_AT_ONCE = 64
+"""Calls of one request that begin in one turn of the loop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,11 +258,20 @@ class EngineBackend:
             return [await self.generate(request, specs[0], unique=unique)]
         # the samples of a prompt differ, as those of the fleet do
         drawn: dict[tuple[int, ...], set[int]] = {tuple(spec.prompt): set() for spec in specs}
-        calls = (
-            self.generate(request, spec, unique=unique, siblings=drawn[tuple(spec.prompt)])
-            for spec in specs
-        )
-        return list(await asyncio.gather(*calls))
+        tasks: list[asyncio.Task[EngineOutput]] = []
+        try:
+            for number, spec in enumerate(specs, 1):
+                calls = self.generate(
+                    request, spec, unique=unique, siblings=drawn[tuple(spec.prompt)]
+                )
+                tasks.append(asyncio.create_task(calls))
+                if not number % _AT_ONCE:
+                    await asyncio.sleep(0)  # other clients have their turn
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            raise
 
     def version_of(self, name: str | None) -> int:
         """Return the version of the weights ``name`` (a path): the same name is the same weights.

@@ -19,7 +19,13 @@ from rollproof.fakes.engine.exceptions import BadCall, ReplyLost, ServerDied
 from rollproof.fakes.http.connections import Delivery, connection_of, delivery_of
 from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fault_plan import WireFault, WireFaultKind
-from rollproof.fakes.http.request_body import BadRequest, UncaughtError, encode_json, header_of
+from rollproof.fakes.http.request_body import (
+    BadRequest,
+    UncaughtError,
+    encode_json,
+    header_of,
+    is_json,
+)
 
 __all__ = [
     "ErrorBody",
@@ -38,6 +44,11 @@ ErrorBody: TypeAlias = "Callable[[BadRequest], Mapping[str, Any]]"
 """How a server words a refusal: the JSON object that it sends."""
 
 
+_NO_JSON = BadRequest(
+    "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
+    malformed=True,
+)
+"""The words of vLLM and SGLang."""
 Handler: TypeAlias = "Callable[[Request], Awaitable[Response]]"
 """An endpoint: it answers a request."""
 
@@ -180,6 +191,9 @@ class FakeServer:
             body = await read_body(scope, receive, self._backend.options.max_body)
         except BadRequest as error:
             await self._refusal(error)(scope, receive, send)
+            return
+        if body and not is_json(scope):
+            await self._refusal(_NO_JSON)(scope, receive, send)
             return
         # for the endpoint: to read it from ASGI once more takes as long as parsing it
         scope["state"]["body"] = body

@@ -20,7 +20,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from rollproof.fakes.http.fake_server import FakeServer, get, post, read_body, replay, route
-from rollproof.fakes.http.request_body import BadRequest, json_object
+from rollproof.fakes.http.request_body import BadRequest, is_json, json_object
 
 __all__ = ["Gateway", "RouterKind", "SessionRouter", "SlimeRouter", "Worker", "make_router"]
 
@@ -333,6 +333,8 @@ def _listed(worker: Worker) -> dict[str, Any]:
 
 async def _object_in(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request's body; an empty one if it cannot be read."""
+    if not is_json(request.scope):
+        return {}
     try:
         return json_object(await read_body(request.scope, request.receive, _MAX_BODY))
     except BadRequest:

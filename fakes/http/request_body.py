@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 from starlette.requests import Request
 from starlette.types import Scope
@@ -16,6 +15,7 @@ __all__ = [
     "encode_json",
     "field",
     "header_of",
+    "is_json",
     "json_body",
     "json_object",
     "text_of",
@@ -77,6 +77,15 @@ def header_of(scope: Scope, name: str) -> str | None:
             text: str = value.decode("latin-1")
             return text
     return None
+
+
+def is_json(scope: Scope) -> bool:
+    """Return whether a request says that its body is JSON.
+
+    A web page can make a browser send other types without asking first whether it may.
+    """
+    media = (header_of(scope, "content-type") or "").partition(";")[0].strip().lower()
+    return media == "application/json"
 
 
 def json_object(text: bytes, *, allow_empty: bool = True) -> dict[str, Any]:
@@ -164,6 +173,6 @@ def words_of(text: str, vocab: int) -> tuple[int, ...]:
         if number.isascii() and number.isdigit() and len(number) < 12:
             token = int(number)
         else:
-            token = int(np.frombuffer(word.encode().ljust(8, b"\0")[:8], "<u8")[0])
+            token = int.from_bytes(word.encode()[:8], "little")
         ids.append(token % vocab)
     return tuple(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import importlib
 import signal
@@ -19,7 +20,8 @@ from uvicorn.server import ServerState
 from rollproof.core.events.base import Event
 from rollproof.core.trace import TraceSink
 from rollproof.errors import RollproofError, UsageError
-from rollproof.fakes.http.connections import Connection
+from rollproof.fakes.http.access import Access, Guard
+from rollproof.fakes.http.connections import MAX_CONNECTIONS, Connection
 from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fake_server import FakeServer
 from rollproof.fakes.http.fault_plan import FaultPlan, plan_summary
@@ -33,6 +35,7 @@ __all__ = [
     "SERVERS",
     "FlushingSink",
     "ServingThread",
+    "address_of",
     "bound_socket",
     "routing",
     "serve_forever",
@@ -47,6 +50,8 @@ SERVERS: Mapping[str, tuple[Callable[[EngineBackend], FakeServer], str]] = {
 """Fake servers by name: the application, and the flavour of its engine."""
 _FLUSH_SECONDS = 1.0
 """A server that is killed loses the events of at most this time."""
+_BACKLOG = 2048
+"""Connections that may wait; uvicorn's own number."""
 _BATCH = 64
 """Events that are written at once."""
 _KEEP_ALIVE_IN_MEMORY = 75
@@ -55,25 +60,32 @@ client meets a server that hangs up.
 """
 
 
-def bound_socket(port: int = 0) -> socket.socket:
-    """Return a socket bound to ``port`` on 127.0.0.1 (0: any free one).
+def bound_socket(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
+    """Return a socket that listens on ``port`` of ``host`` (0: any free one). Who connects waits
+    until it is served.
 
     Raises:
-        UsageError: the port is in use.
+        UsageError: the port is in use, or the host is none of this machine.
     """
     if not 0 <= port <= 65_535:
         raise UsageError(f"--port must be 0 to 65535, not {port}.")
     # asyncio sets TCP_NODELAY only on sockets that name their protocol; without it the events of a
     # stream wait 40 ms for each other
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # or a server that is started again could not bind while old connections are in TIME_WAIT
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind(("127.0.0.1", port))
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
+        if error.errno != errno.EADDRINUSE:
+            raise UsageError(
+                f"Cannot listen on {host}, port {port}: {error.strerror or error}."
+            ) from error
         raise UsageError(
-            f"Port {port} on 127.0.0.1 is in use ({error.strerror}): choose another, or 0 for a"
+            f"Port {port} on {host} is in use ({error.strerror}): choose another, or 0 for a"
             " free one."
         ) from error
     return bound
@@ -101,7 +113,7 @@ async def serving(
     backend = EngineBackend(options or ServeOptions(flavour=flavour), sinks, plan=plan)
     with bound_socket(port) as bound:
         async with _listening([(bound, make_app(backend))]):
-            yield _url(bound), backend
+            yield address_of(bound), backend
 
 
 @asynccontextmanager
@@ -121,7 +133,10 @@ async def routing(
     sockets = [bound_socket() for _ in range(workers + 1)]
     try:
         async with _listening(_with_router(server, backends, sockets, kind)):
-            yield _url(sockets[0]), dict(zip(map(_url, sockets[1:]), backends, strict=True))
+            yield (
+                address_of(sockets[0]),
+                dict(zip(map(address_of, sockets[1:]), backends, strict=True)),
+            )
     finally:
         for bound in sockets:
             bound.close()
@@ -133,6 +148,7 @@ def serve_forever(
     sockets: Sequence[socket.socket],
     *,
     sinks: Iterable[TraceSink] = (),
+    access: Access | None = None,
     access_log: bool = True,
     plan: FaultPlan | None = None,
     kind: RouterKind = RouterKind.GATEWAY,
@@ -144,6 +160,7 @@ def serve_forever(
         options: what each server is.
         sockets: one for a single server; of several the first is the router's.
         sinks: take every event; they are flushed every second if they can be.
+        access: whom to serve; by default programs of this machine.
         access_log: log each request.
         plan: what goes wrong.
         kind: the router to emulate.
@@ -168,6 +185,7 @@ def serve_forever(
             options,
             sockets,
             sinks,
+            access=access,
             access_log=access_log,
             plan=plan,
             kind=kind,
@@ -208,7 +226,7 @@ class ServingThread:
         kind: RouterKind = RouterKind.GATEWAY,
     ) -> None:
         _server(server)
-        self.urls: Sequence[str] = [_url(bound) for bound in sockets]
+        self.urls: Sequence[str] = [address_of(bound) for bound in sockets]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._backends: Sequence[EngineBackend] = ()
@@ -284,6 +302,7 @@ async def _serve_until(
     sockets: Sequence[socket.socket],
     sinks: Iterable[TraceSink],
     *,
+    access: Access | None = None,
     access_log: bool = False,
     plan: FaultPlan | None,
     kind: RouterKind,
@@ -294,7 +313,8 @@ async def _serve_until(
     flushing = [FlushingSink(sink, stopping.set) for sink in sinks]
     count = max(1, len(sockets) - 1)
     backends = _sharing_a_trace(options, count, flushing, keep=False, plan=plan)
-    async with _listening(_with_router(server, backends, sockets, kind), access_log=access_log):
+    served = _with_router(server, backends, sockets, kind)
+    async with _listening(served, access=access, access_log=access_log):
         ready(backends)
         await stopping.wait()
         # Streams end and waiting clients are answered before uvicorn closes their connections.
@@ -401,12 +421,15 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def _listening(
-    apps: Sequence[tuple[socket.socket, ASGIApp]], *, access_log: bool = False
+    apps: Sequence[tuple[socket.socket, ASGIApp]],
+    *,
+    access: Access | None = None,
+    access_log: bool = False,
 ) -> AsyncIterator[None]:
-    """Serve each application on its socket."""
+    """Serve each application on its socket to whoever has access."""
     by_port = {bound.getsockname()[1]: app for bound, app in apps}
     config = uvicorn.Config(
-        _ByPort(by_port) if len(apps) > 1 else apps[0][1],
+        Guard(_ByPort(by_port) if len(apps) > 1 else apps[0][1], access or Access()),
         http=Connection,
         access_log=access_log,
         log_level="info" if access_log else "warning",
@@ -414,6 +437,7 @@ async def _listening(
         lifespan="off",
         ws="none",
         proxy_headers=False,
+        limit_concurrency=MAX_CONNECTIONS,
     )
     server = _Server(config)
     serve = asyncio.gather(server.serve(sockets=[bound for bound, _ in apps]))
@@ -422,11 +446,22 @@ async def _listening(
         if serve.done():
             serve.result()
         await asyncio.sleep(0.005)
+    clock = asyncio.create_task(_count_seconds(server.server_state))
     try:
         yield
     finally:
+        clock.cancel()
         server.should_exit = True
         await serve
+
+
+async def _count_seconds(state: ServerState) -> None:
+    """Tell every connection that a second has passed."""
+    while True:
+        await asyncio.sleep(1)
+        for connection in list(state.connections):
+            if isinstance(connection, Connection):
+                connection.second_passed()
 
 
 def _with_router(
@@ -440,7 +475,7 @@ def _with_router(
     servers = [make_app(backend) for backend in backends]
     if len(sockets) == len(servers):
         return list(zip(sockets, servers, strict=True))
-    by_url = {_url(bound): app for bound, app in zip(sockets[1:], servers, strict=True)}
+    by_url = {address_of(bound): app for bound, app in zip(sockets[1:], servers, strict=True)}
     return [(sockets[0], make_router(kind, by_url)), *zip(sockets[1:], servers, strict=True)]
 
 
@@ -470,8 +505,10 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _url(bound: socket.socket) -> str:
-    return f"http://127.0.0.1:{bound.getsockname()[1]}"
+def address_of(bound: socket.socket) -> str:
+    """Return the address at which clients reach a socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _server(name: str) -> tuple[Callable[[EngineBackend], FakeServer], str]:

@@ -38,6 +38,24 @@ def serve(
             "--port", metavar="N", help="Port on 127.0.0.1; 0: a free one, which is printed."
         ),
     ] = 0,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Listen there instead of on 127.0.0.1; needs --token, unless it is this machine.",
+        ),
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            metavar="TEXT",
+            envvar="ROLLPROOF_TOKEN",
+            show_envvar=False,
+            help="Clients must send it as API key (or set ROLLPROOF_TOKEN).",
+        ),
+    ] = None,
     flavour: Annotated[
         str | None,
         typer.Option(
@@ -144,17 +162,19 @@ def serve(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No access log.")] = False,
 ) -> int:
-    """Serve a fake engine on 127.0.0.1 until Ctrl-C, with the endpoints that reinforcement-learning
-    stacks use. With --run it serves one command, and the exit code is that of `rollproof check`; if
-    the command fails, and nothing else does, it is 2.
+    """Serve a fake engine until Ctrl-C, with the endpoints that reinforcement-learning stacks use.
+
+    It answers programs of this machine, and no web pages. With --run it serves one command, and the
+    exit code is that of `rollproof check`; if the command fails, and nothing else does, it is 2.
     """
     # imported here: no other command needs uvicorn and starlette
     from rollproof.fakes.engine.flavours import FLAVOURS
+    from rollproof.fakes.http.access import Access
     from rollproof.fakes.http.engine_backend import EngineBackend
     from rollproof.fakes.http.fault_plan import FaultPlan
     from rollproof.fakes.http.gateway import RouterKind
     from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
-    from rollproof.fakes.http.serving import SERVERS, bound_socket, serve_forever
+    from rollproof.fakes.http.serving import SERVERS, address_of, bound_socket, serve_forever
     from rollproof.store import TraceWriter
 
     if server not in SERVERS:
@@ -201,14 +221,17 @@ def serve(
                 f"{server} --workers {workers}",
             )
     header = EngineBackend.header(options)
+    if arguments is not None and (host != Access().host or token is not None):
+        raise UsageError("--run serves one command of this machine: leave out --host and --token.")
+    access = Access(host=host, token=token)
     # before the trace file is created: a port in use leaves nothing behind
-    sockets = [bound_socket(port)]
-    sockets += [bound_socket() for _ in range(workers)] if workers > 1 else []
+    sockets = [bound_socket(port, host)]
+    sockets += [bound_socket(0, host) for _ in range(workers)] if workers > 1 else []
     for number, bound in enumerate(sockets):
         worker = f"{server} s{number - 1}" if number else "router"
         name = server if workers == 1 else worker
         # stderr: stdout is for programs, and the first line is read by those that wait for us
-        typer.echo(f"{name} on http://127.0.0.1:{bound.getsockname()[1]}", err=True)
+        typer.echo(f"{name} on {address_of(bound)}", err=True)
     kind = RouterKind(router or "gateway")
     if arguments is not None:
         return run_served(
@@ -222,6 +245,7 @@ def serve(
             options,
             sockets,
             sinks=[] if writer is None else [writer],
+            access=access,
             access_log=not quiet,
             plan=plan,
             kind=kind,

@@ -21,12 +21,13 @@ from rollproof.fakes.http.request_body import (
     BadRequest,
     encode_json,
     field,
-    header_of,
+    is_json,
     json_body,
     text_of,
     token_ids,
     words_of,
 )
+from rollproof.fakes.http.request_limits import check_texts
 from rollproof.fakes.http.routes_encoding import as_int32
 from rollproof.fakes.http.sglang.sglang_calls import (
     DEFAULT_MAX_TOKENS,
@@ -92,6 +93,7 @@ class OpenAI:
         refuse_unsupported(body, "sglang /v1/chat/completions")
         text, ids = _messages_text(body), body.get("input_ids")
         vocab = self._backend.vocab
+        check_texts([text])
         prompt = words_of(text, vocab) if ids is None else token_ids(ids, "input_ids", vocab)
         for name in ("return_meta_info", "return_token_ids", "return_prompt_token_ids"):
             if body.get(name) and body.get("stream"):
@@ -116,6 +118,7 @@ class OpenAI:
         if not prompt or not isinstance(prompt, str | list):
             raise BadRequest("Prompt cannot be empty")
         vocab = self._backend.vocab
+        check_texts([prompt] if isinstance(prompt, str) else prompt)
         if isinstance(prompt, str):
             return [words_of(prompt, vocab)], False
         if isinstance(prompt[0], str | list):
@@ -411,8 +414,8 @@ def _words(content: Any) -> str:
 
 
 async def _read(request: Request) -> dict[str, Any]:
-    media = (header_of(request.scope, "content-type") or "").partition(";")[0].strip().lower()
-    if media != "application/json":
+    # also without a body
+    if not is_json(request.scope):
         raise BadRequest(
             "1 validation error: Unsupported Media Type: Only 'application/json' is allowed",
             malformed=True,

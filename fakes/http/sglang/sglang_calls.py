@@ -6,6 +6,7 @@ The keys of a reply depend on how the call ended.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -19,6 +20,7 @@ from rollproof.fakes.http.request_body import (
     token_ids,
     words_of,
 )
+from rollproof.fakes.http.request_limits import check_batch, check_texts
 from rollproof.fakes.http.routes_encoding import as_int32, compact
 from rollproof.fakes.http.sampling_validation import check_sglang
 from rollproof.fakes.http.serve_options import RoutesForm
@@ -78,6 +80,11 @@ class SglangRequest:
                 "The parallel_sample_num should be the same for all samples in sample params."
             )
         self.samples: int = samples
+        scored = any(
+            isinstance(start, int) and start >= 0
+            for start in _values(body.get("logprob_start_len", -1))
+        )
+        check_batch(prompts, samples, scored=scored)
         self.stream: bool = field(body, "stream", bool, False)
         self.listed: bool = listed or samples > 1
         self._rids = _rids(body.get("rid"), len(prompts), samples, backend.new_id)
@@ -109,6 +116,7 @@ class SglangRequest:
         if text is not None:  # if a request has both, SGLang takes the text
             listed = isinstance(text, list)
             texts = text if isinstance(text, list) else [text]
+            check_texts(texts)
             prompts = [
                 words_of(field({"text": prompt}, "text", str, ""), backend.vocab)
                 for prompt in texts
@@ -130,6 +138,11 @@ class SglangRequest:
             spec if spec.rid == rid else replace(spec, rid=rid)
             for spec, rid in zip(specs, self._rids, strict=True)
         ]
+
+
+def _values(value: Any) -> Sequence[Any]:
+    """Return the values of a field that has one for all prompts, or a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def _split(body: Mapping[str, Any], prompts: int, names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -214,7 +227,7 @@ def _rids(rid: Any, prompts: int, samples: int, new_id: Callable[[], str]) -> li
         if len(set(rid)) < len(rid):
             raise BadRequest(
                 "Duplicate request IDs detected within the request:"
-                f" {sorted({name for name in rid if rid.count(name) > 1})}"
+                f" {sorted(name for name, times in Counter(rid).items() if times > 1)}"
             )
     elif rid is not None and not isinstance(rid, str):
         raise BadRequest("rid must be a text.", malformed=True)

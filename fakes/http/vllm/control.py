@@ -21,6 +21,7 @@ from rollproof.fakes.http.request_body import (
     token_ids,
     words_of,
 )
+from rollproof.fakes.http.request_limits import check_texts, check_tokens
 
 __all__ = ["Control"]
 
@@ -193,7 +194,9 @@ class Control:
         return JSONResponse({"match": not wrong, "mismatches": wrong})
 
     async def tokenize(self, request: Request) -> Response:
-        ids = words_of(field(json_body(request), "prompt", str, ""), self._backend.vocab)
+        text = field(json_body(request), "prompt", str, "")
+        check_texts([text])
+        ids = words_of(text, self._backend.vocab)
         return JSONResponse(
             {
                 "count": len(ids),
@@ -204,13 +207,9 @@ class Control:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        return JSONResponse(
-            {
-                "prompt": text_of(
-                    token_ids(json_body(request).get("tokens"), "tokens", self._backend.vocab)
-                )
-            }
-        )
+        tokens = json_body(request).get("tokens")
+        check_tokens(tokens)
+        return JSONResponse({"prompt": text_of(token_ids(tokens, "tokens", self._backend.vocab))})
 
     async def server_info(self, request: Request) -> Response:
         """Return the part of the start-up configuration that clients read, as text or as JSON."""

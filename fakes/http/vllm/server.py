@@ -31,11 +31,12 @@ from rollproof.fakes.http.request_body import (
     BadRequest,
     encode_json,
     field,
-    header_of,
+    is_json,
     json_body,
     token_ids,
     words_of,
 )
+from rollproof.fakes.http.request_limits import check_texts
 from rollproof.fakes.http.sampling_validation import check_vllm_request
 from rollproof.fakes.http.streams import EndedCall, SampledToken, stream_calls
 from rollproof.fakes.http.supported_fields import refuse_unsupported
@@ -211,7 +212,9 @@ class _Sampling:
                 "kv_transfer_params.prompt_token_ids is not supported by rollproof's fake server: a"
                 " chat's prompt is its messages."
             )
-        ids = words_of(self._text(body), self._backend.vocab)
+        text = self._text(body)
+        check_texts([text])
+        ids = words_of(text, self._backend.vocab)
         call = VllmRequest(
             request, body, [ids], body, self._backend, prefix="chatcmpl-", default=None
         )
@@ -242,9 +245,8 @@ class _Sampling:
         return OrjsonResponse({**reply, **dict.fromkeys(names), **values})
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        media = (header_of(request.scope, "content-type") or "").partition(";")[0].strip().lower()
-        # vLLM checks it before it reads the body
-        if media != "application/json":
+        # also without a body
+        if not is_json(request.scope):
             raise BadRequest(
                 "1 validation error: Only 'application/json' is allowed", malformed=True
             )
@@ -255,6 +257,7 @@ class _Sampling:
 
     def _prompts(self, body: Mapping[str, Any]) -> list[tuple[int, ...]]:
         prompt, vocab = body.get("prompt"), self._backend.vocab
+        check_texts([prompt] if isinstance(prompt, str) else prompt or ())
         if isinstance(prompt, str):
             return [words_of(prompt, vocab)]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span
 from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
 from rollproof.fakes.http.request_body import BadRequest, field, header_of, text_of
+from rollproof.fakes.http.request_limits import check_batch
 from rollproof.fakes.http.routes_encoding import as_described, as_npy
 from rollproof.fakes.http.sampling_validation import check_vllm, vllm_salt
 from rollproof.fakes.http.serve_options import RoutesForm
@@ -85,10 +86,12 @@ class VllmRequest:
         self.samples: int = field(sampling, "n", int, 1)
         if not 1 <= self.samples <= 256:
             raise BadRequest(f"n must be at least 1 and at most 256, got {self.samples}.")
+        self.prompt_logprobs: bool = sampling.get("prompt_logprobs") is not None
+        self.echo: bool = field(body, "echo", bool, False)
+        check_batch(prompts, self.samples, scored=self.prompt_logprobs or self.echo)
         limit = field(
             sampling, "max_completion_tokens", int, field(sampling, "max_tokens", int, None)
         )
-        self.echo: bool = field(body, "echo", bool, False)
         # with max_tokens 0 vLLM samples one token all the same, and does not show it
         self.only_echo: bool = self.echo and limit == 0 and not self.chat
         limit = 1 if self.only_echo else limit
@@ -119,7 +122,6 @@ class VllmRequest:
                 f" ({longest}), got {self.routes_start}.",
                 param="routed_experts_prompt_start",
             )
-        self.prompt_logprobs: bool = sampling.get("prompt_logprobs") is not None
         self.text: bool = field(body, "output_mode", str, "tokens") == "text"
         self.id: str = prefix + (
             header_of(request.scope, "x-request-id")

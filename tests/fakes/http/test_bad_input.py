@@ -112,10 +112,12 @@ def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(
     path = CALLS[server_kind][0]
     host, port = servers[server_kind].url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as half:
-        half.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n{{".encode())
+        half.sendall(
+            f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 5000\r\n\r\n{{".encode()
+        )
         assert 200 == answers(servers[server_kind], server_kind)
     with socket.create_connection((host, int(port))) as odd:
-        odd.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n".encode())
+        odd.sendall(f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-length: many\r\n\r\n".encode())
         assert b"400" in odd.recv(100).split(b"\r\n")[0]
     until(lambda: idle(servers[server_kind]))
 

@@ -25,6 +25,7 @@ PROMISED: dict[str, Any] = {
     "logprobs": "none",
     "kv_policy": "recompute",
 }
+JSON = {"content-type": "application/json"}
 BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
 
 
@@ -121,7 +122,9 @@ def test_a_worker_that_cannot_be_read_is_refused(
 ) -> None:
     """Also where Python's own reader of JSON gives up, or reads what cannot be written again."""
     with running(lambda: routing("sglang", ServeOptions(flavour="sglang"), 1, kind)) as router:
-        assert status == router.client.post(path, content=body).status_code
+        reply = router.client.post(path, content=body, headers=JSON)
+
+    assert status == reply.status_code
 
 
 def test_slimes_router_lists_adds_and_forwards_everything() -> None:

@@ -35,7 +35,9 @@ resource = pytest.importorskip("resource", reason="POSIX only")
 
 @contextmanager
 def started(
-    *arguments: str, before: Callable[[], None] | None = None
+    *arguments: str,
+    before: Callable[[], None] | None = None,
+    reached: str = r"http://127\.0\.0\.1:\d+",
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the address of a server that listens. Background runs ignore SIGINT, which a
     child would inherit.
@@ -52,7 +54,7 @@ def started(
     )
     assert process.stderr is not None
     try:
-        match = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        match = re.search(reached, process.stderr.readline())
         assert match is not None
         until(lambda: answered(match.group()) is not None)
         yield process, match.group()
@@ -65,8 +67,14 @@ def started(
 def answered(url: str, path: str = "/health", body: object = None) -> int | None:
     """The status; ``None`` where nobody answers."""
     data = None if body is None else json.dumps(body).encode()
+    return status_of(
+        urllib.request.Request(url + path, data, {"content-type": "application/json"})  # noqa: S310 - our own server
+    )
+
+
+def status_of(request: urllib.request.Request) -> int | None:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=10) as reply:  # noqa: S310 - our own server
+        with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310 - our own server
             reply.read()
             return int(reply.status)
     except urllib.error.HTTPError as error:
@@ -243,9 +251,41 @@ def test_a_client_in_the_middle_of_its_request_does_not_hold_up_the_end(tmp_path
     with started() as (process, url):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as half:
-            half.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+            half.sendall(b"POST /generate HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 500\r\n\r\n{")
             assert 200 == answered(url)
             process.send_signal(signal.SIGTERM)
             process.wait(30)
         assert process.stderr is not None
         assert (0, False) == (process.returncode, "Traceback" in process.stderr.read())
+
+
+def test_a_server_for_other_machines_asks_for_its_token() -> None:
+    """With --host of another name, whoever sends the token is served, by whatever name."""
+    with started(
+        "--host", "127.0.0.2", "--token", "of-mine", reached=r"http://127\.0\.0\.2:\d+"
+    ) as (
+        _,
+        url,
+    ):
+        for key, name, status in (
+            ("Bearer of-mine", "gpu-7", 200),
+            ("Bearer of-mine2", "127.0.0.2", 401),
+            ("of-mine", "127.0.0.2", 401),
+            ("", "127.0.0.2", 401),
+        ):
+            request = urllib.request.Request(  # noqa: S310 - our own server
+                f"{url}/health", headers={"authorization": key, "host": name}
+            )
+            assert status == status_of(request)
+
+
+def test_a_server_for_other_machines_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without one it does not start, and says why."""
+    assert 254 == run(["serve", "--as", "vllm", "--host", "0.0.0.0"])  # noqa: S104 - refused
+    assert "lets other machines in" in capsys.readouterr().err
+
+
+def test_a_host_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """An address that is not this machine's cannot be listened on."""
+    assert 254 == run(["serve", "--as", "vllm", "--host", "192.0.2.1", "--token", "x"])
+    assert "Cannot listen on 192.0.2.1, port 0" in capsys.readouterr().err

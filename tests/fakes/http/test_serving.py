@@ -97,7 +97,8 @@ def test_the_last_answer_of_a_connection_arrives_completely() -> None:
         for more, end in ((b"", b"}}"), (b', "stream": true', b"0\r\n\r\n")):
             text = body % more
             head = (
-                b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length:"
+                b"POST /generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+                b"content-type: application/json\r\ncontent-length:"
                 b" %d\r\n\r\n" % len(text)
             )
             with socket.create_connection(
@@ -143,7 +144,10 @@ def test_an_answer_has_the_same_head_however_it_is_written() -> None:
         b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "rid": "%d",'
         b' "return_routed_experts": true}'
     )
-    raw_request = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n%s"
+    raw_request = (
+        b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"%scontent-length: %d\r\n\r\n%s"
+    )
     with (
         served("sglang", OPTIONS) as server,
         socket.create_connection(

@@ -73,7 +73,7 @@ def _send(client: socket.socket, *requests: tuple[str, dict[str, Any]]) -> None:
     """Requests of these paths and bodies, in one piece."""
     texts = [(path.encode(), json.dumps(body).encode()) for path, body in requests]
     head = (
-        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
+        b"POST %s HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length:"
         b" %d\r\n\r\n%s"
     )
     client.sendall(b"".join(head % (path, len(text), text) for path, text in texts))

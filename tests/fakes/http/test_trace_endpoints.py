@@ -280,7 +280,8 @@ def test_a_signal_ends_serve_quietly_and_its_trace_is_complete(
                 b'{"input_ids": [5], "stream": true, "sampling_params": {"max_new_tokens": 4000}}'
             )
             writer.write(
-                b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+                b"POST /generate HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
                 % (len(body), body)
             )
             await writer.drain()
