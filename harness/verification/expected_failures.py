@@ -22,7 +22,7 @@ import datetime as dt
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +35,7 @@ from rollproof.judging.known_failures import KnownFailure
 __all__ = ["Expectation", "ExpectedFailures", "Outcome"]
 
 _KEYS = ("check", "reason", "issue", "shows", "since", "expires", "subject")
+_EMPTY = re.compile(r"^[ \t]*expected[ \t]*=[ \t]*\[[ \t\n]*\][ \t]*(?=#|$)", re.MULTILINE)
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
 
 
@@ -176,17 +177,22 @@ class ExpectedFailures:
         Entries that still fail and those that no run decided keep their text, comments included.
         Entries that no longer fail are removed, and every new failure is added with a reason for
         the user to replace.
+
+        Raises ``ExpectationError``, and leaves the file as it is, if its text cannot be edited.
         """
         outcomes = list(outcomes)
         blocks = self._blocks()
         per_subject = len(outcomes) > 1 or any(entry.subject for entry in self.entries)
         written, changes = [blocks[0]], []
+        said: list[tuple[str, str | None]] = []
         for entry, block in zip(self.entries, blocks[1:], strict=True):
             failing, too_wide = _still_failing(entry, outcomes)
             if not too_wide:
                 written.append(block)
+                said.append((entry.check, entry.subject))
             elif failing:
                 written += [_narrowed(block, name) for name in failing]
+                said += [(entry.check, name) for name in failing]
                 changes.append(
                     f"narrowed {entry.check} to {', '.join(failing)}: it does not fail elsewhere"
                 )
@@ -198,6 +204,7 @@ class ExpectedFailures:
         for outcome in outcomes:
             for check_id in outcome.verdicts:
                 if outcome.fails(check_id) and check_id not in self.reasons(outcome.subject):
+                    said.append((check_id, outcome.subject if per_subject else None))
                     written.append(
                         _block(check_id, outcome, named=per_subject, today=today or _today())
                     )
@@ -205,21 +212,42 @@ class ExpectedFailures:
                         f"added {check_id}: replace its reason in {self.path} by the true one"
                     )
         if changes:
-            write_atomically(self.path, _joined(written))
+            text = _joined(written)
+            self._check_edited(text, said, today or _today())
+            write_atomically(self.path, text)
         return changes or [f"{self.path} already says what was found"]
 
     def _blocks(self) -> list[str]:
         """Return the text before the first entry, then each entry with the comments above it."""
-        starts = [match.start() for match in _HEADER.finditer(self._text)]
+        # no tables may follow a list of that name, not even an empty one
+        text = self._text if self.entries else _EMPTY.sub("", self._text)
+        starts = [match.start() for match in _HEADER.finditer(text)]
         if len(starts) != len(self.entries):
-            raise ExpectationError(
-                f"{self.path} cannot be rewritten: write its entries as [[expected]] tables."
-            )
-        starts = starts[:1] + [_with_comments(self._text, start) for start in starts[1:]]
-        bounds = [0, *starts, len(self._text)]
+            raise self._uneditable()
+        starts = starts[:1] + [_with_comments(text, start) for start in starts[1:]]
+        bounds = [0, *starts, len(text)]
         if not starts:
-            return [self._text]
-        return [self._text[begin:end] for begin, end in itertools.pairwise(bounds)]
+            return [text]
+        return [text[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+    def _check_edited(
+        self, text: str, said: Sequence[tuple[str, str | None]], today: dt.date
+    ) -> None:
+        """Raise ``ExpectationError`` if an edited text does not have the entries that it should: it
+        is edited as text, so that every comment stays where it is.
+        """
+        try:
+            entries, problems = _entries(read_toml(text), today)
+        except ValueError:
+            raise self._uneditable() from None
+        if problems or said != [(entry.check, entry.subject) for entry in entries]:
+            raise self._uneditable()
+
+    def _uneditable(self) -> ExpectationError:
+        return ExpectationError(
+            f"{self.path} cannot be rewritten: write its entries as [[expected]] tables, each"
+            " header on a line of its own, and nothing else."
+        )
 
 
 def _entries(data: Mapping[str, Any], today: dt.date) -> tuple[list[Expectation], list[str]]:
@@ -336,6 +364,8 @@ def _block(check_id: str, outcome: Outcome, *, named: bool, today: dt.date) -> s
 
 def _quoted(text: str) -> str:
     """Return a TOML basic string."""
+    # a lone surrogate is no character that TOML can hold
+    text = text.encode("utf-8", "backslashreplace").decode()
     # TOML escapes as JSON does, and does not allow DEL bare either
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime as dt
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,58 @@ def test_a_file_in_another_spelling_is_not_rewritten(path: Path) -> None:
 
     with pytest.raises(ExpectationError, match="cannot be rewritten: write its entries as"):
         read(path).accept([outcome(routes_rows="pass")], today=TODAY)
+
+
+@pytest.mark.parametrize(
+    ("text", "stays"),
+    [
+        ("expected = []\n", ""),
+        ("# known\nexpected = [ ] # none yet\n", "# known\n# none yet"),
+        ("expected = [\n]\n", ""),
+        ("# nothing\n", "# nothing"),
+    ],
+)
+def test_accepting_into_a_file_without_entries(path: Path, text: str, stays: str) -> None:
+    """Also where an empty list is written out, the result is TOML, with the comments of before."""
+    path.write_text(text, encoding="utf-8")
+    read(path).accept([outcome(routes_rows="fail")], today=TODAY)
+
+    assert ["routes.rows"] == [entry.check for entry in read(path).entries]
+    assert path.read_text(encoding="utf-8").startswith(f"{stays}\n\n[[" if stays else "[[")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "expected = [ # none\n]\n",
+        '[[expected]]\ncheck = "routes.rows"\nreason = """\n[[expected]]\n"""\n',
+        '[["expected"]]\ncheck = "routes.rows"\nreason = "r"\n',
+        '[[expected]] # a header with a comment\ncheck = "routes.rows"\nreason = "r"\n',
+        '[[expected]]\r\ncheck = "routes.rows"\r\nreason = "r"\r\n',
+    ],
+)
+@pytest.mark.parametrize("verdict", ["fail", "pass"])
+def test_an_accepted_file_is_toml_or_stays_as_it_is(path: Path, text: str, verdict: str) -> None:
+    """Whatever spelling a file has, it is edited to say what was found, or refused and not
+    changed.
+    """
+    path.write_bytes(text.encode())
+    found = outcome(routes_rows=verdict, stitch_tokens="fail", routes_position="pass")
+    try:
+        read(path).accept([found, replace(found, subject="Other")], today=TODAY)
+    except ExpectationError:
+        assert text.encode() == path.read_bytes()
+    else:
+        checks = {"stitch.tokens", "routes.rows"} if verdict == "fail" else {"stitch.tokens"}
+        assert checks == {entry.check for entry in read(path).entries}
+
+
+def test_a_title_that_is_no_text_of_utf8_is_accepted(path: Path) -> None:
+    """A finding may quote a name with undecodable bytes."""
+    found = Outcome(
+        subject="S", verdicts={"routes.rows": "fail"}, titles={"routes.rows": "a\udc80b"}
+    )
+    path.unlink()
+    ExpectedFailures.read(path, missing_ok=True, today=TODAY).accept([found], today=TODAY)
+
+    assert "a\\udc80b" in read(path).entries[0].reason
