@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +93,20 @@ def _lock(gpu: Gpu) -> int | str | None:
     # The file is never deleted: another process could have it open and lock it, while a third one
     # creates and locks a new file of that name.
     path = Path(tempfile.gettempdir()) / f"rollproof-{gpu.uuid or f'gpu-{gpu.index}'}.lock"
+    # anybody may put a link there that leads to a file of ours: it is neither followed nor emptied
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except PermissionError:  # another user created it
         try:
-            lock = os.open(path, os.O_RDONLY)
+            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return None
-    except OSError:
-        return None
+    except OSError as error:
+        return _not_ours(gpu, path) if error.errno == errno.ELOOP else None
+    there = os.fstat(lock)
+    if not stat.S_ISREG(there.st_mode) or there.st_nlink > 1:
+        os.close(lock)
+        return _not_ours(gpu, path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -108,7 +115,13 @@ def _lock(gpu: Gpu) -> int | str | None:
         process = f" (process {holder})" if holder.isdigit() else ""
         return f"GPU {gpu.index} is claimed by another session of these suites{process}"
     with contextlib.suppress(OSError):
+        if there.st_uid != os.geteuid():
+            return lock
         os.ftruncate(lock, 0)
         # only for the message of the session that finds the lock taken
         os.write(lock, str(os.getpid()).encode())
     return lock
+
+
+def _not_ours(gpu: Gpu, path: Path) -> str:
+    return f"the lock of GPU {gpu.index} is a link, not a file of these suites: remove {path}"

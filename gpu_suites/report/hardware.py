@@ -13,7 +13,7 @@ from typing import Any
 from rollproof.engines.gpus import GpuFindings, find_gpus
 from rollproof.gpu_suites.requirements import ENGINES, installed
 
-__all__ = ["ENVIRONMENT", "PLACE", "MemoryWatch", "described"]
+__all__ = ["ENVIRONMENT", "HIDDEN", "PLACE", "MemoryWatch", "described", "without_credentials"]
 
 _GIB = 2**30
 ENVIRONMENT: re.Pattern[str] = re.compile(
@@ -26,7 +26,20 @@ Their values go into every report, and no others do.
 """
 PLACE = "(a path)"
 """Replaces a path in a report: the file system of a machine does not change what is computed."""
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+HIDDEN = "(hidden)"
+"""Replaces a credential in a report."""
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|PASS$", re.IGNORECASE)
+_SECRET_VALUES: tuple[tuple[re.Pattern[str], str], ...] = (
+    # user and password of an address
+    (re.compile(r"(?<=://)[^/@\s]+(?=@)"), HIDDEN),
+    # what an address or a list of settings gives by name
+    (
+        re.compile(r"(?i)\b(\w*(?:token|key|secret|pass|passwd|password|auth|sig\w*)=)[^&;,\s]+"),
+        rf"\1{HIDDEN}",
+    ),
+    # Hugging Face, OpenAI, GitHub, AWS, and a JSON web token
+    (re.compile(r"\b(?:hf_|sk-|gh[a-z]_|github_pat_|AKIA|eyJ)[\w.-]{16,}"), HIDDEN),
+)
 _PACKAGES = (
     "torch",
     "triton",
@@ -69,11 +82,18 @@ def described(findings: GpuFindings | None = None) -> dict[str, Any]:
         },
         "environment": {
             # a path differs between machines, and does not change what is computed
-            name: PLACE if value.startswith(("/", "~")) else value
+            name: PLACE if value.startswith(("/", "~")) else without_credentials(value)
             for name, value in sorted(os.environ.items())
             if ENVIRONMENT.fullmatch(name) and not _SECRET.search(name)
         },
     }
+
+
+def without_credentials(text: str) -> str:
+    """Return the text with credentials hidden: a report is passed on."""
+    for pattern, replacement in _SECRET_VALUES:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 class MemoryWatch:

@@ -21,6 +21,7 @@ __all__ = [
     "keep_text",
     "module_of",
     "read_toml",
+    "replace_file",
     "target_of",
     "text_bytes",
     "write_atomically",
@@ -103,21 +104,40 @@ def write_atomically(path: Path, text: str) -> None:
             target.write_bytes(text_bytes(text))
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        # beside the target, since only within one file system is replacing atomic
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.")
+        replace_file(target, text_bytes(text))
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def replace_file(target: Path, data: bytes, *, sync: bool = False) -> None:
+    """Put a file with ``data`` in the place of ``target``, completely or not at all.
+
+    Args:
+        target: a file, or nothing; a link is replaced by a file.
+        data: all of the file.
+        sync: also a crash of the machine leaves the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written; nothing was changed.
+    """
+    # Next to the target, since only within one file system is replacing atomic. mkstemp opens a
+    # name that nobody can guess, and follows no link: others may write into the folder, too.
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.")
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(text_bytes(text))
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         # mkstemp makes files that only their owner may read; a report is an ordinary file.
         umask = os.umask(0)
         os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(target)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise _unwritable(path, error) from error
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_or_keep(path: Path, text: str) -> str | None:

@@ -31,6 +31,7 @@ from rollproof.core.events.rollout import (
     Submit,
 )
 from rollproof.core.events.training import Score
+from rollproof.core.files import replace_file
 from rollproof.core.progress import Progress
 from rollproof.core.trace import Header, Trace
 from rollproof.errors import TraceError, UsageError
@@ -318,10 +319,8 @@ class TraceFile:
         target = self._stored(folder)
         # without it the next look takes another pass, no more
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_suffix(f".{os.getpid()}.part")
-            temporary.write_bytes(msgspec.json.encode(stored))
-            temporary.replace(target)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(target, msgspec.json.encode(stored))
             surveys = sorted(folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
             for old in surveys[_STORED:]:
                 old.unlink(missing_ok=True)

@@ -163,3 +163,29 @@ def test_where_no_file_can_be_made_cards_are_taken_as_they_are(
     for _ in range(2):
         claim = claimed(monkeypatch, [Card()], None)
         assert ((), ()) == (claim.left, claim.locks)
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["symbolic", "hard"])
+def test_a_lock_that_is_a_link_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hard: bool
+) -> None:
+    """The name of a lock is known, and its folder is everybody's: a file of ours that a link of
+    that name leads to stays as it is, and the card is left with the reason.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    claimed(monkeypatch, [Card()], None).release()
+    (lock,) = tmp_path.glob("rollproof-*.lock")
+    lock.unlink()
+    if hard:
+        lock.hardlink_to(mine)
+    else:
+        lock.symlink_to(mine)
+    claim = claimed(monkeypatch, [Card()], None)
+    claim.release()
+
+    assert "kept" == mine.read_text()
+    assert (f"the lock of GPU 0 is a link, not a file of these suites: remove {lock}",) == tuple(
+        claim.left
+    )

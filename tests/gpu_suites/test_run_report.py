@@ -188,3 +188,34 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"0" * 3000)
     assert fits(tmp_path, 4500) is None
     assert "does not fit" in str(fits(tmp_path, 4499))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("VLLM_USE_V1", "1", "1"),
+        ("VLLM_HOST", "http://me:pw@proxy:80/x", "http://(hidden)@proxy:80/x"),
+        (
+            "SGLANG_URL",
+            "http://a/?x=1&access_token=abc&y=2",
+            "http://a/?x=1&access_token=(hidden)&y=2",
+        ),
+        ("NCCL_OPTIONS", "a=1,password=b,c=2", "a=1,password=(hidden),c=2"),
+        ("VLLM_SOURCE", "hf_abcdefghijklmnopqrst", "(hidden)"),
+        ("CUDA_CACHE_PATH", "/home/me", "(a path)"),
+        ("TORCH_COMPILE_PASSES", "2", "2"),
+        *(
+            (f"VLLM_{name}", "x", None)
+            for name in ("DB_PASS", "API_KEY", "TOKEN", "PASSWD", "AUTH")
+        ),
+    ],
+)
+def test_a_report_holds_no_credentials(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, shown: str | None
+) -> None:
+    """Neither variables that are credentials by their names, nor those within values; what is no
+    credential is there.
+    """
+    monkeypatch.setenv(name, value)
+
+    assert shown == machine()["environment"].get(name)
