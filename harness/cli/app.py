@@ -20,6 +20,7 @@ from rollproof.cli.init import init
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.replay import replay
 from rollproof.cli.safe_stdio import stdout_failure
+from rollproof.cli.seal import seal
 from rollproof.cli.serve import serve
 from rollproof.cli.show import show
 from rollproof.cli.verify import verify
@@ -64,7 +65,7 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, verify, check, show, replay, gap, serve, known_bugs, checks, doctor):
+for _command in (init, verify, check, show, replay, seal, gap, serve, known_bugs, checks, doctor):
     app.command(_command.__name__.replace("_", "-"))(_command)
 app.add_typer(contract_commands)
 

@@ -25,7 +25,7 @@ from rollproof.store import open_trace
 from rollproof.verification.reports import situations_of
 from rollproof.verification.traces import oracle_of
 
-__all__ = ["check", "summary_lines"]
+__all__ = ["check", "summary_lines", "unsealed_notes"]
 
 _NAMED = 10
 """A line names as many checks or situations; of more checks it counts the families."""
@@ -108,6 +108,8 @@ class _TraceResults:
     unfinished_ok: bool
     unfinished: list[str] = field(default_factory=list)
     """What unfinished files lack, one text a file."""
+    unsealed: list[str] = field(default_factory=list)
+    """Files in which damage would not be noticed."""
     exercised: Counter[str] = field(default_factory=Counter)
     headers: list[Header] = field(default_factory=list)
     errors: list[TraceError | UsageError] = field(default_factory=list)
@@ -118,6 +120,8 @@ class _TraceResults:
         """Judge every episode of a file, as far as the file can be read."""
         try:
             reader = open_trace(path)
+            if not reader.sealed:
+                self.unsealed.append(str(path))
             for header, events in reader.episodes():
                 self.headers.append(header)
                 self.has_samples |= header.about != "rollouts"
@@ -152,7 +156,7 @@ class _TraceResults:
             results=results,
             exercised=dict(sorted(self.exercised.items())),
             cases=len(self.headers),
-            notes=tuple(self.unfinished),
+            notes=(*self.unfinished, *unsealed_notes(self.unsealed)),
         )
 
     def _of_a_part(self, result: CheckResult) -> CheckResult:
@@ -164,6 +168,16 @@ class _TraceResults:
             " what there is)"
         )
         return replace(result, verdict=Verdict.UNKNOWN, reason=reason)
+
+
+def unsealed_notes(files: Sequence[str]) -> Iterator[str]:
+    """Yield what to say of files without a checksum: once, however many there are."""
+    if files:
+        others = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        yield (
+            f"{files[0]}{others}: no checksum, so damage would not be noticed; `rollproof seal"
+            " FILE` adds one"
+        )
 
 
 def summary_lines(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollproof.cli.check import unsealed_notes
 from rollproof.cli.named_targets import (
     Target,
     foreign_code,
@@ -22,7 +23,7 @@ from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.judging.report import ExitCode, Report
 from rollproof.reporting.text import Line, Style, check_lines, run_text
-from rollproof.store import load_trace
+from rollproof.store.json_format import JsonTrace
 from rollproof.verification.subject_kinds import KINDS, run_again
 from rollproof.verification.traces import judge
 
@@ -67,7 +68,10 @@ def replay(
     fault). Exit code 0: the checks that failed pass now (fixed). Exit code 2: undecided.
     """
     output = Output(json_target)
-    trace = load_trace(file)
+    source = JsonTrace(file)
+    trace = source.trace
+    for note in unsealed_notes([] if source.sealed else [str(file)]):
+        output.say(f"note: {note}")
     recorded = judge(trace)
     output.say(
         f"{file}: {trace.header.subject}, {run_text(trace.header)}, {len(trace.events)} events;"

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from rollproof.core.checksums import with_checksum
 from rollproof.core.files import check_target
 from rollproof.reporting.html.report_page import check_report_page_target, report_page_text
 from rollproof.reporting.reported_run import ReportedRun
@@ -54,5 +55,5 @@ def report_text(run: ReportedRun, form: ReportForm) -> str:
 
 
 def json_text(data: Mapping[str, Any]) -> str:
-    """Return JSON as every command writes it."""
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    """Return JSON as every command writes it, with a checksum."""
+    return json.dumps(with_checksum(data), indent=2, ensure_ascii=False) + "\n"

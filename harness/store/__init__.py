@@ -38,6 +38,11 @@ class TraceSource(Protocol):
     """How the trace ended: set when an iteration came to its end."""
 
     @property
+    def sealed(self) -> bool:
+        """Whether damage of the file is noticed."""
+        ...
+
+    @property
     def header(self) -> Header:
         """The header of the first episode."""
         ...

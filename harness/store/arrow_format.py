@@ -190,6 +190,7 @@ class TraceReader:
 
     Attributes:
         header: The header of the first episode.
+        sealed: The form has checksums of its own.
         ending: How the file ended; set when an iteration has come to the end.
 
     Raises:
@@ -201,6 +202,7 @@ class TraceReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(path)
+        self.sealed: bool = True
         self.ending: Ending | None = None
         rows = self._rows()
         first = next(rows, None)

@@ -1,6 +1,7 @@
 """A small trace as JSON that a person can read, mail and edit.
 
-``{"format": "rollproof-trace", "schema": 1, "header": {...}, "events": [...]}``, one event a line.
+``{"format": "rollproof-trace", "schema": 1, "checksum": ..., "header": {...}, "events": [...]}``,
+one event a line.
 An array is an object with ``dtype``, ``shape`` and ``data`` (nested lists), or beyond 4,096
 elements ``base64`` of its little-endian bytes. Where ``data`` holds ``null`` for NaN, or ``"inf"``,
 the object says ``"nan": "null"``.
@@ -13,15 +14,15 @@ import binascii
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollproof.core.checksums import KEY, checksum_of, fits
 from rollproof.core.error_text import show
 from rollproof.core.events.base import Event
-from rollproof.core.files import is_special, target_of
+from rollproof.core.files import is_special, replace_file, target_of
 from rollproof.core.json_codec import DTYPES, AnyArray, parse_json
 from rollproof.core.trace import SCHEMA, Header, Trace
 from rollproof.errors import TraceError, TraceVersionError, UsageError
@@ -35,7 +36,16 @@ from rollproof.store.codec import (
 )
 from rollproof.store.stream import CONTINUATION, FORMAT, Ending, made_by
 
-__all__ = ["MAX_BYTES", "JsonTrace", "dump_trace", "event_of", "load_trace", "wire_of"]
+__all__ = [
+    "MAX_BYTES",
+    "JsonTrace",
+    "dump_trace",
+    "event_of",
+    "is_trace",
+    "load_trace",
+    "seal_trace",
+    "wire_of",
+]
 
 MAX_BYTES = 64 << 20
 _LISTED = 4096
@@ -46,8 +56,7 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write ``trace`` to ``path``, completely or not at all. Raises ``TraceError`` above 64 MB, and
     for values that no trace can hold.
     """
-    # one event a line, so that a person can find, compare and delete events
-    marks = json.dumps({"format": FORMAT, "schema": SCHEMA, "made_by": made_by()})
+    marks: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "made_by": made_by()}
     header = ",\n ".join(
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
         for key, value in encode_header(trace.header).items()
@@ -55,7 +64,10 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     events = ",\n ".join(
         json.dumps(encode_event(event), default=_stored, allow_nan=False) for event in trace.events
     )
-    text = f'{marks[:-1]},\n"header": {{\n {header}\n}},\n"events": [\n {events}\n]}}\n'
+    # one event a line, so that a person can find, compare and delete events
+    body = f'"header": {{\n {header}\n}},\n"events": [\n {events}\n]}}\n'
+    marks[KEY] = checksum_of({**marks, **json.loads(f"{{{body}")})
+    text = f"{json.dumps(marks)[:-1]},\n{body}"
     if len(text) > MAX_BYTES:
         raise TraceError(
             f"This trace has {len(text) / 1e6:.0f} MB as JSON, above the limit of"
@@ -66,16 +78,31 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read what ``dump_trace`` wrote, or a person edited.
+    """Read what ``dump_trace`` wrote, or a person edited and sealed.
 
     Raises:
         UsageError: There is no file, or it is in Arrow form.
         TraceVersionError: A newer rollproof wrote the trace.
-        TraceError: It is no trace in this form.
+        TraceError: It is no trace in this form, or does not fit its checksum.
     """
-    source = Path(path)
+    return _load(Path(path))[0]
+
+
+def is_trace(data: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object says that it is a trace."""
+    return data.get("format") == FORMAT
+
+
+def seal_trace(path: Path, data: Mapping[str, Any]) -> None:
+    """Write the trace ``data`` to ``path``, whatever its checksum was. Raises as ``load_trace``."""
+    dump_trace(_trace_of({name: value for name, value in data.items() if name != KEY}), path)
+
+
+def _load(source: Path) -> tuple[Trace, bool]:
+    """Return a trace, and whether it has a checksum. Raises as ``load_trace``."""
     try:
-        return _trace_of(parse_json(_text(source)))
+        data = parse_json(_text(source))
+        return _trace_of(data), KEY in data
     except TraceVersionError as error:
         raise TraceVersionError(f"{source}: {error}") from error
     except TraceError as error:
@@ -97,17 +124,19 @@ def event_of(wire: Mapping[str, Any]) -> Event:
 class JsonTrace:
     """A trace in JSON form with the methods of a ``TraceReader``: one episode, in memory. Raises as
     ``load_trace``.
+
+    sealed: whether the file has a checksum, so that damage would have been noticed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(path)
         self.ending: Ending | None = None
-        self._trace = load_trace(path)
+        self.trace, self.sealed = _load(self.path)
 
     @property
     def header(self) -> Header:
         """The header of the only episode."""
-        return self._trace.header
+        return self.trace.header
 
     def __iter__(self) -> Iterator[Event]:
         """The events."""
@@ -116,8 +145,8 @@ class JsonTrace:
 
     def episodes(self) -> Iterator[tuple[Header, Iterator[Event]]]:
         """The only episode."""
-        yield self._trace.header, iter(self._trace.events)
-        self.ending = Ending(episodes=1, events=len(self._trace.events), closed=True)
+        yield self.trace.header, iter(self.trace.events)
+        self.ending = Ending(episodes=1, events=len(self.trace.events), closed=True)
 
 
 def _stored(array: AnyArray) -> dict[str, Any]:
@@ -205,16 +234,23 @@ def _trace_of(data: Any) -> Trace:
         raise TraceError(f'"schema" must be a whole number >= 1, not {show(number)}.')
     if number > SCHEMA:
         raise TraceVersionError(newer_schema(number, data.get("made_by")))
-    unknown = sorted(data.keys() - {"format", "schema", "made_by", "header", "events"})
+    unknown = sorted(data.keys() - {"format", "schema", "made_by", KEY, "header", "events"})
     if unknown or not isinstance(data.get("events"), list) or "header" not in data:
         raise TraceError(
             "it must have a header, a list of events, and nothing else; unknown are"
             f" {[show(key) for key in unknown][:9]}."
         )
-    return Trace(
+    trace = Trace(
         header=decode_header(data["header"], _array),
         events=tuple(_event(i, wire) for i, wire in enumerate(data["events"])),
     )
+    # at the end: a value that no trace can hold is named
+    if fits(data) is False:
+        raise TraceError(
+            "it does not fit its checksum: it is damaged, or was edited. If you edited it,"
+            " `rollproof seal FILE` renews the checksum."
+        )
+    return trace
 
 
 def _event(number: int, wire: Any) -> Event:
@@ -251,7 +287,6 @@ def _text(source: Path) -> str:
 
 def _write_completely(path: Path, data: bytes) -> None:
     """Write next to the target, then move: a reader sees the old file or the new one."""
-    temporary = None
     try:
         # a link stays a link
         target = target_of(path)
@@ -260,17 +295,8 @@ def _write_completely(path: Path, data: bytes) -> None:
                 f"{path} is a device or a pipe, and a trace would replace it by a file: name"
                 " another place."
             )
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            # a crash of the machine must not leave an empty file in the place of the old one
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        replace_file(target, data, sync=True)
     except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()
         raise TraceError(
             f"{path} could not be written: {error.strerror}. Nothing was changed."
         ) from error

@@ -102,6 +102,7 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     )
     path = Path(".rollproof/my_trainers.Mine/replay.forward.json")
     data = json.loads(path.read_text())
+    del data["checksum"]
     data["header"]["case"] = {"episodes": ["nosuch"]}
     path.write_text(json.dumps(data))
     assert "This trainer has no episodes ['nosuch']" in output_of(

@@ -129,3 +129,19 @@ def test_lone_surrogates_are_written_as_escapes(tmp_path: Path) -> None:
     write_atomically(tmp_path / "report.json", '"caf\udce9"')
 
     assert b'"caf\\udce9"' == (tmp_path / "report.json").read_bytes()
+
+
+def test_a_link_that_somebody_planted_is_not_followed(tmp_path: Path) -> None:
+    """Whoever may write into the folder cannot choose, by a link of a name that a trace or a report
+    uses on its way, what else is overwritten.
+    """
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    for folder in ("trace", "report"):
+        (tmp_path / folder).mkdir()
+        for name in (f".x.json.{os.getpid()}.part", f"x.{os.getpid()}.part", ".x.json", ".x.json."):
+            (tmp_path / folder / name).symlink_to(mine)
+    dump_trace(run_case(Correct, CLEAN), tmp_path / "trace" / "x.json")
+    write_atomically(tmp_path / "report" / "x.json", "new")
+
+    assert "kept" == mine.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +39,10 @@ def trip(trace: Trace, path: Path) -> Trace:
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A sound file, changed as a person would."""
+    """A sound file without a checksum, changed as a person would."""
     dump_trace(story(), path)
     data = json.loads(path.read_text())
+    del data["checksum"]
     out = change(data)
     path.write_text(json.dumps(data if out is None else out))
     return path
@@ -369,7 +371,7 @@ def test_nesting_that_the_parser_takes_and_we_do_not(tmp_path: Path) -> None:
     """
     path = tmp_path / "trace.json"
     dump_trace(story(), path)
-    text = path.read_text()
+    text = re.sub(r', "checksum": "[^"]*"', "", path.read_text())
     refused = 0
     for depth in range(50, 1200, 50):
         path.write_text(
