@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -32,6 +33,9 @@ __all__ = ["app", "run"]
 
 INTERRUPTED = 130
 """The code with which a shell reports a program that SIGINT ended."""
+_BAD_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+"""Errors of a path that no command could use, whatever it wants there."""
+_LONGEST_PATH = 80
 _COMPLETION = "_ROLLPROOF_COMPLETE"
 """The variable with which a shell's completion calls the command line."""
 _PLAIN: Mapping[str, str] = {
@@ -140,19 +144,35 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error}", ExitCode.USAGE, debug=debug)
     except _ClickError as error:
         return _fail(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
+    except OSError as error:
+        # even asking whether such a path exists fails, in each command and in pathlib
+        if error.errno in _BAD_PATH and error.filename is not None:
+            text = f"error: {_shown(error.filename)}: {error.strerror}. Name another path."
+            return _fail(text, ExitCode.USAGE, debug=debug)
+        return _internal(error, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last resort
-        # Whatever it is, the user gets one line and the right exit code.
-        return _fail(
-            f"internal error: {describe_error(error)}.\nThis is a fault of rollproof, not of the"
-            " code under test. Please report it with the command, the output of `rollproof"
-            " doctor`, and the traceback that `--debug` shows.",
-            ExitCode.INTERNAL,
-            debug=debug,
-        )
+        return _internal(error, debug=debug)
     # Newer versions of typer return this code, older ones raise KeyboardInterrupt.
     if code == INTERRUPTED:
         return _fail("interrupted", INTERRUPTED, debug=debug)
     return code if isinstance(code, int) else ExitCode.PASS
+
+
+def _internal(error: Exception, *, debug: bool) -> int:
+    """Report an error of ours: whatever it is, the user gets one line and the right exit code."""
+    return _fail(
+        f"internal error: {describe_error(error)}.\nThis is a fault of rollproof, not of the"
+        " code under test. Please report it with the command, the output of `rollproof"
+        " doctor`, and the traceback that `--debug` shows.",
+        ExitCode.INTERNAL,
+        debug=debug,
+    )
+
+
+def _shown(path: object) -> str:
+    """Return a path in an error, which may be too long for a line."""
+    text = one_line(os.fsdecode(path) if isinstance(path, bytes | str | os.PathLike) else str(path))
+    return text if len(text) <= _LONGEST_PATH else f"{text[:_LONGEST_PATH]}..."
 
 
 def _fail(text: str, code: int, *, debug: bool) -> int:

@@ -155,3 +155,30 @@ def test_a_shell_completes_targets(
     assert ExitCode.PASS == run([])
     captured = capfd.readouterr()
     assert (offered, "") == (captured.out.split(), captured.err)
+
+
+    "arguments",
+    [
+        ["gap", "LONG"],
+        ["check", "LONG"],
+        ["show", "LONG"],
+        ["replay", "LONG"],
+        ["seal", "LONG"],
+        ["serve", "--as", "vllm", "--trace", "LONG"],
+        ["serve", "--as", "vllm", "--contract", "LONG"],
+        ["serve", "--as", "vllm", "--fault-plan", "LONG"],
+        ["verify", "--stack", "trl", "--checkout", "LONG"],
+        ["verify", "--subject", "LONG.py:x"],
+        ["verify", "--witness-dir", "LONG"],
+        ["verify", "--expected", "LONG"],
+        ["verify", "--json", "LONG"],
+    ],
+)
+def test_a_name_that_no_file_can_have_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """The error is the user's to correct, and shows the beginning of the name."""
+    long = [argument.replace("LONG", "a" * 300) for argument in arguments]
+    text = output_of(capsys, *long, code=ExitCode.USAGE)
+
+    assert text.startswith("rollproof: error: ") and "a" * 9 in text
