@@ -6,7 +6,9 @@ buffer would end the process, not raise. A small file that claims to hold gigaby
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ def _parquet(path: Path, choose: Callable[[Any], list[str]]) -> Any:
 
     # checks the checksums of pages that have one
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        _check_names(file, path)
         names = choose(file.schema_arrow)
         batches = file.iter_batches(_BATCH, columns=names)
         table = _joined(path, file.schema_arrow, names, batches)
@@ -79,6 +82,26 @@ def _plain(path: Path, choose: Callable[[Any], list[str]], kind: str) -> Any:
         _bound(path, stored_size(path))
     table = load_plain_table(path, kind)
     return table.select(choose(table.schema))
+
+
+def _check_names(file: Any, path: Path) -> None:
+    """Raise ``GapError`` if the name of a column is damaged: a column that need not be there would
+    be missed in silence.
+    """
+    import pyarrow as pa
+
+    # No checksum covers the footer of a Parquet file, but Arrow stores its own schema in it, too.
+    # Not the names in the row groups: pyarrow ends the process if some of their values are damaged.
+    encoded = (file.metadata.metadata or {}).get(b"ARROW:schema")
+    if encoded is None:
+        return
+    stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded))).names
+    for name, again in zip(file.schema_arrow.names, stored, strict=False):
+        # other differences are renamed columns: not every tool keeps both
+        if len(name) == len(again) and sum(map(ne, name, again)) == 1:
+            raise GapError(
+                f"{path} calls a column both {name!r} and {again!r}: it is damaged. Write it again."
+            )
 
 
 def _arrow(path: Path, choose: Callable[[Any], list[str]], kind: str) -> Any:

@@ -157,6 +157,7 @@ def test_a_shell_completes_targets(
     assert (offered, "") == (captured.out.split(), captured.err)
 
 
+@pytest.mark.parametrize(
     "arguments",
     [
         ["gap", "LONG"],
