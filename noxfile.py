@@ -167,6 +167,31 @@ def pythons(session: nox.Session) -> None:
     cpu(session)
 
 
+@nox.session(python=nox.project.python_versions(PROJECT)[0])
+def lowest(session: nox.Session) -> None:
+    """Run the tests of `cpu` with the lowest dependencies that pyproject.toml allows: nightly."""
+    session.install("uv")
+    versions = str(Path(session.create_tmp()) / "lowest.txt")
+    session.run(
+        *("uv", "pip", "compile", "--quiet", "--resolution", "lowest-direct"),
+        *("--python", str(Path(session.bin) / "python")),
+        *("--group", "pyproject.toml:test", "pyproject.toml", "--output-file", versions),
+    )
+    session.install("-r", versions)
+    session.install("--no-deps", ".")
+    session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile", "tests"]))
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Damage what readers, commands and endpoints take, a minute each, and list what broke.
+
+    `-- --inputs N --seed S --only NAME ...`: N inputs each instead, of these targets.
+    """
+    install(session)
+    session.run("python", "-m", "tools.fuzz", *session.posargs)
+
+
 @nox.session
 def mutation(session: nox.Session) -> None:
     """Change the checks in one place at a time, and list the changes that no test notices.
