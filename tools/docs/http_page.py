@@ -246,6 +246,8 @@ It serves until Ctrl-C; then `rollproof check served.arrow`. A client whose samp
 - A wrong request gets the real server's status and form; an unknown endpoint is a 404. Answers are compared with recordings of the real servers
   (SGLang 0.5.21, vLLM 0.32.0, sglang-router 0.3.2 in tests/fakes/http/recorded); known_differences.py there says what differs, and why.
 - `--workers 4 --router gateway` (or `slime`) serves four engines and a router, in one trace; each counts the calls of a fault plan by itself.
+- It answers programs of this machine, and no web pages ([threat model](threat-model.md#fake-servers)). `--host ADDRESS --token TEXT`
+  lets other machines in, which send the token as their API key.
 - `--routes compact` (SGLang) or `described` (vLLM, as prime-rl has it) sends routes in another form than the server's own.
 - In a program: `async with rollproof.fakes.http.serving.serving("sglang") as (url, backing)`."""
 
