@@ -16,6 +16,7 @@ from tests.odd_stacks import (
     odd_callers,
     odd_conversations,
     odd_hedges,
+    odd_requests,
     odd_samples,
     odd_updates,
 )
@@ -26,7 +27,14 @@ STACKS = [
     *BASES,
     *(
         stack
-        for module in (odd_callers, odd_conversations, odd_hedges, odd_samples, odd_updates)
+        for module in (
+            odd_callers,
+            odd_conversations,
+            odd_hedges,
+            odd_requests,
+            odd_samples,
+            odd_updates,
+        )
         for name, stack in sorted(vars(module).items())
         if inspect.isclass(stack) and stack.__module__ == module.__name__
         if hasattr(stack, "rollout")
@@ -46,7 +54,7 @@ def test_an_unusual_stack_is_not_blamed(stack: Any) -> None:
 
 def test_all_stacks_are_run() -> None:
     """The table finds the classes by what they have: none may drop out unseen."""
-    assert 43 == len(STACKS)
+    assert 48 == len(STACKS)
 
 
 def test_an_unusual_batch_is_not_blamed() -> None:
