@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["TokenFault", "contains", "describe_token_fault"]
 
 
+_ENDED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenFault:
     """The parts of a finding about tokens."""
@@ -72,10 +75,7 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
             f"All that {segment} sampled is gone: a resume must append each reply, also the last"
             " one and those of aborted calls."
             if segment_lost
-            else (
-                f"The loss begins in {segment}; aborted calls return tokens too, and each reply"
-                " must be appended in full."
-            )
+            else f"The loss begins in {segment}{_cut_end(view, start, len(missing))}"
         )
     elif not missing:
         title, kind, hint = _added(view, sampled, start, extra, segment)
@@ -218,6 +218,21 @@ def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
                     " way: the stack cannot have received them."
                 )
     return ""
+
+
+def _cut_end(view: RequestView, start: int, size: int) -> str:
+    """Return what the lost tokens are: the end of a reply, or others of it."""
+    for run in view.stitched.runs:
+        if not (run.start < start and start + size == run.end) or run.reply is None:
+            continue
+        # the end of a stream that broke was lost on its way
+        complete = view.attempts[run.attempt].partial is None
+        if complete and run.reply.output.finish_reason in _ENDED:
+            return (
+                f": the end of the reply to call {call_id(view, run.attempt)} was cut off. The"
+                " engine sampled it, and ended there: let max_tokens cut a turn, not the stack."
+            )
+    return "; aborted calls return tokens too, and each reply must be appended in full."
 
 
 def _is_sample_of(view: RequestView, other: RequestView) -> bool:

@@ -27,6 +27,7 @@ RESUMED = (
     ScriptedCall(tokens=(31, 32, 33), version=1, reason="length"),
 )
 SAMPLED = (11, 12, 13, 21, 22, 31, 32, 33)
+_WITHOUT_THIRD = SAMPLED[:2] + SAMPLED[3:]
 
 CORRECT: dict[str, TraceScript] = {
     "one call": script_rollout(ScriptedCall(tokens=(11, 12), reason="stop")),
@@ -256,7 +257,7 @@ class TestTokens:
                 SAMPLED[:-1],
                 "1 of 8 sampled tokens is missing from the response",
                 7,
-                "The loss begins in segment 2",
+                "The loss begins in segment 2: the end of the reply to call 3 was cut off.",
             ),
             (
                 (),
@@ -411,6 +412,11 @@ class TestTokens:
         one = ScriptedCall(tokens=(11, 12, 13), reason="stop")
         finding = finds(self.ID, script_rollout(one, sample={"response": (11, 13, 13)}))
         assert finding.hint.startswith("The difference begins in")
+
+    def test_the_end_of_an_aborted_reply_is_not_cut_by_the_stack(self) -> None:
+        """What an abort left behind is lost on a resume: nothing shows a width of the stack."""
+        hint = finds(self.ID, script_rollout(*RESUMED, sample={"response": _WITHOUT_THIRD})).hint
+        assert hint.startswith("The loss begins in segment 0; aborted calls return tokens too")
 
     def test_tokens_of_a_lost_reply_are_traced_back(self) -> None:
         """What never arrived cannot stand in the sample."""
