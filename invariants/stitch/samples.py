@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from rollproof.core.contract import ResumeBy
+from rollproof.invariants._shared.declared_limits import no_fragments
 from rollproof.invariants._shared.delivery import delivery, missing_reason, reliable_delivery
 from rollproof.invariants._shared.phrases import count, listing, ranges, share, window
 from rollproof.invariants.stitch import attempts
@@ -286,6 +287,7 @@ def _source(view: RequestView, response: tuple[int, ...]) -> str | None:
         " versions of the tokens"
     ),
     exercised_by="resumed samples under one version",
+    applies=no_fragments,
 )
 def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     """Compare the response with what the policy samples without an interruption."""

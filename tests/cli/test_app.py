@@ -182,4 +182,5 @@ def test_a_name_that_no_file_can_have_is_refused(
     long = [argument.replace("LONG", "a" * 300) for argument in arguments]
     text = output_of(capsys, *long, code=ExitCode.USAGE)
 
-    assert text.startswith("rollproof: error: ") and "a" * 9 in text
+    # a path of this length is shortened in its middle, so little of the name may be left
+    assert text.startswith("rollproof: error: ") and "a" * 5 in text
