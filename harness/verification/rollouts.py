@@ -227,10 +227,11 @@ def cases_for(
         corners = (
             case
             for _, cases in corner_families(flavour, contract, model=model, seed=seed)
-            for case in cases
+            # each family on its own, so that its first case is always among them
+            for case in islice(cases, 0, None, thin)
         )
         drawn = random_cases(seed, share, flavour=flavour, contract=contract, model=model)
-        cases = chain(scope, islice(corners, 0, None, thin), islice(drawn, 0, None, thin))
+        cases = chain(scope, corners, islice(drawn, 0, None, thin))
         yield from _distinct(_fitted(case, contract) for case in cases)
 
 

@@ -45,6 +45,8 @@ _SAMPLING = (
     "ignore_eos",
     "min_tokens",
     "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
 )
 # vLLM's default of max_logprobs
 _MAX_LOGPROBS = 20

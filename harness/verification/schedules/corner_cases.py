@@ -227,6 +227,17 @@ def _later_start(corner: _Corner) -> Iterator[Case]:
     yield corner.case(_act(ActionKind.KILL, half), first_version=17, servers=2)
 
 
+def _deaths(corner: _Corner) -> Iterator[Case]:
+    """End a server while requests are on it: of four, some are on either of two servers."""
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(31 + i, *_PROMPT), max_tokens=corner.budget)
+        for i in range(4)
+    )
+    for server in ("s0", "s1"):
+        kill = _act(ActionKind.KILL, corner.budget // 2, server=server)
+        yield corner.case(kill, requests=requests, servers=2)
+
+
 def _wide_logprobs(corner: _Corner) -> Iterator[Case]:
     if corner.contract.logprobs is Logprobs.NONE:
         return
@@ -650,6 +661,7 @@ def _groups(corner: _Corner) -> Iterator[Case]:
 
 _FAMILIES: Mapping[str, _Family] = {
     "a later first version": _later_start,
+    "deaths": _deaths,
     "wide logprobs": _wide_logprobs,
     "end token inside": _end_token_inside,
     "many requests": _many_requests,
