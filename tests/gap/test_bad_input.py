@@ -145,7 +145,7 @@ BROKEN = [
         "routes without layers",
         records(rollout_routes=ROUTES[:, 0]),
         "error",
-        "must (be an integer array|hold a list of layers)",
+        "must (be an integer array|hold (for each token )?a list of layers)",
     ),
     (
         "routes of other layers",
