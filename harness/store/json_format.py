@@ -131,7 +131,9 @@ class JsonTrace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(path)
         self.ending: Ending | None = None
-        self.trace, self.sealed = _load(self.path)
+        trace, sealed = _load(self.path)
+        self.trace: Trace = trace
+        self.sealed: bool = sealed
 
     @property
     def header(self) -> Header:
