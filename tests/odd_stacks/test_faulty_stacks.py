@@ -56,12 +56,13 @@ ROLLOUTS = {
     faulty_conversations.OneTurnCounter: "lifecycle.ended-turns-answered",
     faulty_conversations.MasksTheNewWeights: "stitch.mask",
 }
-# The others show in every seventh case of the profile; these need a rare schedule.
+# The others show in every third case of the profile; these need a rare schedule.
 STEPS = {
     faulty_callers.CheckpointsOfFour: 1,
     faulty_callers.DroppedByADeadServer: 1,
     faulty_callers.FirstSiblingEndsAll: 1,
-    faulty_callers.TimeoutLeavesTheCall: 5,
+    faulty_callers.TimeoutLeavesTheCall: 1,
+    faulty_conversations.OneTurnCounter: 1,
     faulty_updates.BusyServersLater: 1,
     faulty_updates.UnlabelledTwiceIsOnce: 1,
     faulty_updates.StaleWhenDelivered: 1,
@@ -101,7 +102,7 @@ def _name(value: Any) -> str | None:
 @pytest.mark.parametrize(("stack", "check"), ROLLOUTS.items(), ids=_name)
 def test_a_fault_of_rollouts_is_named(stack: Any, check: str) -> None:
     """The stack without it is among the correct ones of test_odd_stacks."""
-    cases = islice(cases_for(stack, profile="pr", seed=0), 0, None, STEPS.get(stack, 7))
+    cases = islice(cases_for(stack, profile="pr", seed=0), 0, None, STEPS.get(stack, 3))
     assert check in _failed(run_conformance(stack, cases=cases, canary=False))
 
 
