@@ -368,7 +368,8 @@ def rollproof_replay(
     Profile and seed are those of the session; the verdicts appear in its summary and report, under
     the test's own id. Raises ``ConformanceError`` with the findings of checks that fail.
     """
-    from rollproof.verification.replay import judge_replay, raise_for_failures
+    from rollproof.verification.replay import judge_replay
+    from rollproof.verification.reports import raise_for_failures
 
     state = state_of(request.config)
 

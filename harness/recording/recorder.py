@@ -45,7 +45,7 @@ from rollproof.errors import (
 )
 from rollproof.judging.report import Report
 from rollproof.recording.saving import save_trace
-from rollproof.recording.verdicts import checks_of_rollouts, raise_for_failures, report_of
+from rollproof.recording.verdicts import checks_of_rollouts, raise_for_verdicts, report_of
 from rollproof.recording.wrapping import WatchedCall, check_wrapping, watch_calls
 from rollproof.verification.argument_checks import as_expected, as_path
 
@@ -431,7 +431,7 @@ class Recording:
         self._report = report_of(self.recorded, self._registry, self._expected)
         if self._on_report is not None:
             self._on_report(self._report.to_dict())
-        raise_for_failures(self._report)
+        raise_for_verdicts(self._report)
         # Last, because findings are more urgent than a test that ended too early.
         if self._owners.ids:
             raise UsageError(

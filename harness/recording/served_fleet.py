@@ -28,7 +28,7 @@ from rollproof.http_clients.server_addresses import environment, known_servers
 from rollproof.judging.checks import Verdict
 from rollproof.judging.report import Report
 from rollproof.recording.saving import save_trace
-from rollproof.recording.verdicts import checks_of_rollouts, raise_for_failures, report_of
+from rollproof.recording.verdicts import checks_of_rollouts, raise_for_verdicts, report_of
 from rollproof.verification.argument_checks import as_expected, as_path
 
 __all__ = ["ServedFleet"]
@@ -172,7 +172,7 @@ class ServedFleet:
         self._report = replace(report, notes=(self.undecided,)) if self.undecided else report
         if self._on_report is not None:
             self._on_report(self._report.to_dict())
-        raise_for_failures(self._report)
+        raise_for_verdicts(self._report)
         return self._report
 
     def _why_undecided(self, report: Report) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rollproof.core.trace import Trace
-from rollproof.errors import ConformanceError, ExpectationError
+from rollproof.errors import ExpectationError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.judging.situations import SituationCounter
-from rollproof.reporting.text import check_lines, failure_headline, summary_text, text_of
 from rollproof.verification.argument_checks import as_names
 from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
 from rollproof.verification.options import ROLLOUTS
+from rollproof.verification.reports import raise_for_failures
 from rollproof.verification.traces import judge
 
-__all__ = ["checks_of_rollouts", "raise_for_failures", "report_of"]
+__all__ = ["checks_of_rollouts", "raise_for_verdicts", "report_of"]
 
 
 def checks_of_rollouts(only: Iterable[str]) -> Registry:
@@ -57,22 +57,12 @@ def report_of(trace: Trace, registry: Registry, expected: Mapping[str, str]) -> 
     )
 
 
-def raise_for_failures(report: Report) -> None:
+def raise_for_verdicts(report: Report) -> None:
     """Raise ``ConformanceError`` with the findings of a report, if it has any, and
     ``ExpectationError`` if a check passes that is expected to fail.
     """
     __tracebackhide__ = True
-    if report.failed:
-        data = report.to_dict()
-        failed = [
-            line
-            for check in data["checks"]
-            if check["verdict"] == "fail"
-            for line in check_lines(check)
-        ]
-        raise ConformanceError(
-            f"{report.subject}: {summary_text(data)}\n{text_of(failed)}", failure_headline(data)
-        )
+    raise_for_failures(report)
     # Strict like a file of expected failures.
     stale = [
         result.id

@@ -16,13 +16,11 @@ from rollproof.core.events.replay import Action, Outcome, Phase, Routing, Step
 from rollproof.core.progress import Progress
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Trace
-from rollproof.errors import ConformanceError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.replay.driver import record_replay
-from rollproof.reporting.text import check_lines, failure_headline, summary_text, text_of
 from rollproof.verification.argument_checks import (
     as_expected,
     as_name,
@@ -38,7 +36,7 @@ from rollproof.verification.options import Options
 from rollproof.verification.reports import make_report, situations
 from rollproof.verification.traces import judge
 
-__all__ = ["FAMILY", "PLANTS", "judge_replay", "raise_for_failures", "run"]
+__all__ = ["FAMILY", "PLANTS", "judge_replay", "run"]
 
 FAMILY = "replay"
 """The family of checks that judges trainers."""
@@ -116,21 +114,6 @@ def run(factory: SubjectFactory, options: Options) -> Report:
         exercised=situations(trace.events, "replay"),
         canary=try_canary([trace], registry, PLANTS),
     )
-
-
-def raise_for_failures(report: Report) -> None:
-    """Raise ``ConformanceError`` with the findings of checks that failed unexpectedly."""
-    if report.failed:
-        data = report.to_dict()
-        lines = [
-            line
-            for check in data["checks"]
-            if check["verdict"] == "fail"
-            for line in check_lines(check)
-        ]
-        raise ConformanceError(
-            f"{report.subject}: {summary_text(data)}\n{text_of(lines)}", failure_headline(data)
-        )
 
 
 def _episodes(trace: Trace) -> list[str]:

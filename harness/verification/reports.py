@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from rollproof.core.events.base import Event
 from rollproof.core.trace import Header
-from rollproof.errors import UsageError
+from rollproof.errors import ConformanceError, UsageError
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.report import Canary, Report
 from rollproof.judging.situations import ReplaySituationCounter, SituationCounter
+from rollproof.reporting.text import check_lines, failure_headline, summary_text, text_of
 
-__all__ = ["make_report", "merge_reports", "situations", "situations_of"]
+__all__ = ["make_report", "merge_reports", "raise_for_failures", "situations", "situations_of"]
 
 
 def make_report(
@@ -166,3 +167,19 @@ def _weakest(canaries: list[Canary]) -> Canary | None:
     if planted:
         return min(planted, key=lambda canary: canary.red)
     return canaries[0] if canaries else None
+
+
+def raise_for_failures(report: Report) -> None:
+    """Raise ``ConformanceError`` with the findings of checks that failed unexpectedly, if any."""
+    __tracebackhide__ = True
+    if report.failed:
+        data = report.to_dict()
+        lines = [
+            line
+            for check in data["checks"]
+            if check["verdict"] == "fail"
+            for line in check_lines(check)
+        ]
+        raise ConformanceError(
+            f"{report.subject}: {summary_text(data)}\n{text_of(lines)}", failure_headline(data)
+        )
