@@ -34,6 +34,8 @@ __all__ = ["headers", "internal", "rollout"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SECONDS = 30.0
 """How long a server may take to accept a report."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens addresses of this machine: a proxy that the environment names cannot reach them."""
 _FIELDS = tuple(field.name for field in fields(Rollout))
 _REQUIRED = ("prompt_ids", "response_ids")
 
@@ -251,7 +253,7 @@ class _Reported:
             method="POST",
         )
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS) as reply:  # noqa: S310 - as above
+            with _OPENER.open(request, timeout=_SECONDS) as reply:
                 reply.read()
         except urllib.error.HTTPError as error:
             with error:

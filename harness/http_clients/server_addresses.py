@@ -22,14 +22,22 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 def environment(urls: Sequence[str]) -> Mapping[str, str]:
     """Return the variables for a client of servers at ``urls``, the one to call first.
 
-    Those of the openai client are among them; its key may be any text.
+    Those of the openai client are among them; its key may be any text. A proxy that the environment
+    names, as on many clusters, is not used for this machine.
     """
     return {
         URL: urls[0],
         SERVERS: ",".join(urls),
         "OPENAI_BASE_URL": f"{urls[0]}/v1",
         "OPENAI_API_KEY": "rollproof",
+        **{name: _without_proxy(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")},
     }
+
+
+def _without_proxy(hosts: str) -> str:
+    """Return a list of hosts that no proxy is used for, with this machine among them."""
+    listed = [host.strip() for host in hosts.split(",") if host.strip()]
+    return ",".join(dict.fromkeys([*listed, *sorted(_LOOPBACK)]))
 
 
 def known_servers() -> tuple[str, ...]:

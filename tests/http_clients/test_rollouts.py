@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,19 @@ def call(url: str, prompt: list[int], tokens: int = 4) -> list[int]:
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": tokens}}
         sampled: list[int] = client.post(f"{url}/generate", json=body).json()["output_ids"]
     return sampled
+
+
+def test_a_proxy_of_the_environment_is_not_used_for_the_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # discard: nobody answers there
+    monkeypatch.setenv("NO_PROXY", "internal.example")
+    with fleet_of() as fleet:
+        assert os.environ["NO_PROXY"].split(",")[0] == "internal.example"
+        rollout(sample_of)(fleet.url, [5, 6, 7])
+    assert os.environ["NO_PROXY"] == "internal.example"
+    assert fleet.report.exit_code != 1
 
 
 def sample_of(url: str, prompt: list[int], tokens: int = 4) -> dict[str, Any]:
