@@ -6,7 +6,7 @@ Hypothesis is imported by ``strategies`` and ``machine`` only, which are not imp
 
 from __future__ import annotations
 
-from rollproof.verification.schedules.corner_cases import corner_families, within_limits
+from rollproof.verification.schedules.corner_cases import corner_families
 from rollproof.verification.schedules.drawing import Limits, random_cases
 from rollproof.verification.schedules.exhaustive import (
     LATER_REQUEST,
@@ -17,6 +17,7 @@ from rollproof.verification.schedules.exhaustive import (
     scope_size,
     small_scope,
 )
+from rollproof.verification.schedules.limit_cases import within_limits
 from rollproof.verification.schedules.profiles import PROFILES, Profile, profile_named
 
 __all__ = [

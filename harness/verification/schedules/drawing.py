@@ -12,7 +12,7 @@ from rollproof.core.contract import Contract, Filler
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Scalar
 from rollproof.errors import UsageError
-from rollproof.verification.schedules.corner_cases import vocab_with
+from rollproof.verification.schedules.corner import vocab_with
 from rollproof.verification.schedules.exhaustive import modes_for
 
 __all__ = [
