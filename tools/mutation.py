@@ -2,7 +2,7 @@
 test notices.
 
 ``nox -s mutation -- --sample 200 --seed 1`` tests that many mutants, drawn by the seed; ``--all``
-tests every one. ``cosmic-ray`` makes the mutants. They are kept in a session file of its own
+tests every one, and ``--only stitch routes/shape`` draws from these modules alone. ``cosmic-ray`` makes the mutants. They are kept in a session file of its own
 format, so that an interrupted run continues, and ``cr-html`` and ``cr-report`` read it.
 
 A mutant is *detected* if a test of the checks or of the known bugs fails. One that survives is
@@ -165,12 +165,22 @@ def run_tests(family: str) -> int:
     return 0
 
 
-def _session(file: Path, root: Path, count: int | None, seed: int) -> None:
+def modules_of(root: Path, only: Sequence[str]) -> list[Path]:
+    """Return the modules of the checks, from ``root``: all, or those whose path below
+    ``invariants/`` begins with one of ``only``.
+    """
+    checks = root / "rollproof/invariants"
+    return sorted(
+        path.relative_to(root)
+        for path in checks.rglob("*.py")
+        if not only or path.relative_to(checks).as_posix().startswith(tuple(only))
+    )
+
+
+def _session(file: Path, root: Path, only: Sequence[str], count: int | None, seed: int) -> None:
     """Make the session file: the chosen mutants, none tested."""
     with use_db(str(file)) as database:
-        modules = sorted(
-            path.relative_to(root) for path in (root / "rollproof/invariants").rglob("*.py")
-        )
+        modules = modules_of(root, only)
         here = Path.cwd()
         os.chdir(root)
         init(modules, database, {})
@@ -264,6 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, default=200, metavar="N", help="how many mutants")
     parser.add_argument("--all", action="store_true", help="test every mutant")
     parser.add_argument("--seed", type=int, default=0, help="draws the sample")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PATH", help="such as stitch or routes/shape"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--session", type=Path, default=Path("mutants.sqlite"))
     parser.add_argument(
@@ -279,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _session(
                 options.session.absolute(),
                 Path(name),
+                options.only,
                 None if options.all else options.sample,
                 options.seed,
             )
