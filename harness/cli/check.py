@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollproof.cli.output import Github, JsonTarget, Meter, Only, Output, ReportTargets, Verbose
-from rollproof.core.events.rollout import Submit
-from rollproof.core.progress import Progress
+from rollproof.cli.output import (
+    ByteMeter,
+    Github,
+    Jobs,
+    JsonTarget,
+    Only,
+    Output,
+    ReportTargets,
+    Verbose,
+)
+from rollproof.cli.parallel import processors
+from rollproof.cli.unit_workers import Unit, judge_here, judge_in_processes
 from rollproof.core.source_location import SourceLocation
-from rollproof.core.trace import Header
-from rollproof.errors import TraceError, UsageError
-from rollproof.invariants import default_registry
+from rollproof.errors import TraceError
 from rollproof.judging.checks import Check, CheckResult, Verdict
-from rollproof.judging.judge import Judge, Tally
-from rollproof.judging.report import ExitCode, Report
+from rollproof.judging.judge import Tally
+from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import NOT_EXERCISED, WIDTH, Line, Style, report_lines, wrapped
-from rollproof.store import open_trace
-from rollproof.verification.reports import situations_of
-from rollproof.verification.traces import oracle_of
+from rollproof.verification.judged_files import COPY, FilesJudged, UnitSettings, Unjudged
+from rollproof.verification.trace_files import TraceFiles, find_traces, sample_of, since_of
 
-__all__ = ["check", "summary_lines", "unsealed_notes"]
+__all__ = ["check", "summary_lines"]
 
+_SMALL_BYTES = 16 << 20
+_SMALL_FILES = 256
+"""Less than this is judged sooner than worker processes start."""
 _NAMED = 10
 """A line names as many checks or situations; of more checks it counts the families."""
 _SAMPLE_DATA = ("Submit", "Result", "samples")
@@ -43,10 +52,30 @@ def check(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TRACE...", help="Trace files: Arrow streams or JSON counterexamples."
+            metavar="PATH...",
+            help="Trace files, Arrow streams or JSON counterexamples, and folders of them.",
         ),
     ],
     only: Only = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="TIME",
+            help="Only files changed since then: an age (90m, 24h, 7d) or a date (ISO 8601).",
+        ),
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            "--sample",
+            metavar="N|P%",
+            help="Only so many files, or this share: the same ones in each run.",
+        ),
+    ] = None,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="Stop at the first finding.")
+    ] = False,
     unfinished_ok: Annotated[
         bool,
         typer.Option(
@@ -54,130 +83,111 @@ def check(
             help="Let checks pass on what an unfinished file has: its writer runs, or was killed.",
         ),
     ] = False,
+    jobs: Jobs = None,
     json_target: JsonTarget = None,
     report: ReportTargets = None,
     github: Github = None,
     verbose: Verbose = False,
 ) -> int:
-    """Judge recorded traces. Memory does not grow with their length.
+    """Judge recorded traces. Memory does not grow with their length, nor with their number.
 
-    A damaged file is judged as far as it can be read, and reported. In an unfinished file, which
-    lost its end or is still written, checks may fail, but pass only with --unfinished-ok; requests
-    that were open at its end do not count as hanging.
+    A damaged file is judged as far as it can be read. Files that could not be judged to their end,
+    and copies of others, are counted and listed, and the exit code is then not 0. In an unfinished
+    file, which lost its end or is still written, checks may fail, but pass only with
+    --unfinished-ok; requests that were open at its end do not count as hanging.
     """
     output = Output(json_target, report, github=github)
-    traces_judged = _TraceResults(
-        Tally(default_registry().select(only) if only else default_registry()),
-        unfinished_ok=unfinished_ok,
+    files = find_traces(
+        traces,
+        since=None if since is None else since_of(since),
+        sample=None if sample is None else sample_of(sample),
     )
-    # One tally for all files, so that a check that one file exercises is not unknown for another.
-    with Meter() as meter:
-        for number, path in enumerate(traces):
-            meter(Progress(done=number, total=len(traces), what=str(path)))
-            traces_judged.add(path)
-    if not traces_judged.headers:
-        raise traces_judged.errors[0]
-    judged = traces_judged.report()
-    data = judged.to_dict()
-    if len(traces) == 1:  # of several files the report does not say which one a finding is in
-        file = SourceLocation(file=traces[0].resolve(), line=1)
+    settings = UnitSettings(only=tuple(only or ()), fail_fast=fail_fast, name_files=len(files) > 1)
+    judged = FilesJudged(tally=Tally(settings.registry()), unfinished_ok=unfinished_ok)
+    with ByteMeter(files.bytes, "judging") as meter:
+        _judge(files, settings, judged, meter, processors() if jobs is None else jobs)
+    if not judged.headers:
+        raise TraceError(judged.unjudged[0].error)
+    return _show(output, judged, files, verbose=verbose)
+
+
+def _judge(
+    files: TraceFiles,
+    settings: UnitSettings,
+    judged: FilesJudged,
+    progress: Callable[[int], None],
+    jobs: int,
+) -> None:
+    """Add what is found in each file, up to the first finding if that ends the run."""
+    units = _units(files)
+    jobs = min(jobs, len(units))
+    small = files.bytes < _SMALL_BYTES and len(files) < _SMALL_FILES
+    if jobs == 1 or small:
+        results = judge_here(units, settings, progress)
+    else:
+        results = judge_in_processes(units, settings, progress, jobs=jobs)
+    with closing(results):
+        for result in results:
+            judged.add(result)
+            if judged.stopped:
+                break
+    for place, original in files.copies.items():
+        path, other = files.paths[place], files.paths[original]
+        error = f"{path} has the same bytes as {other}: it was not judged again."
+        judged.leave_out(Unjudged(path=path, reason=COPY, error=error))
+        judged.files += 1
+
+
+def _units(files: TraceFiles) -> list[Unit]:
+    """Return the units of work; copies of other files are in none."""
+    units = []
+    for places in files.units():
+        kept = [place for place in places if place not in files.copies]
+        if kept:
+            size = sum(max(files.sizes[place], 0) for place in kept)
+            units.append(Unit(tuple(files.paths[place] for place in kept), size))
+    return units
+
+
+def _show(output: Output, judged: FilesJudged, files: TraceFiles, *, verbose: bool) -> int:
+    """Show the report, and return the exit code."""
+    report = judged.report(files.notes)
+    data = report.to_dict()
+    data["inputs"] = judged.inputs()
+    if len(files) == 1:  # of several files each finding says which one it is in
+        file = SourceLocation(file=Path(files.paths[0]).resolve(), line=1)
         data["location"] = file.to_dict(Path.cwd())
     output.lines(report_lines(data, verbose=verbose, gather=True, width=output.width))
     output.lines(
         summary_lines(
-            judged.results,
-            has_samples=traces_judged.has_samples,
+            report.results,
+            has_samples=judged.has_samples,
             verbose=verbose,
             width=output.width,
         )
     )
-    output.lines((Style.BAD, f"  {error}") for error in traces_judged.errors)
+    output.lines(_unjudged_lines(judged, verbose=verbose))
     output.json(data)
     # A failure outranks a damaged file: the part that could be read is enough to show it.
-    unreadable = traces_judged.errors and judged.exit_code != ExitCode.FAIL
-    code = ExitCode.USAGE if unreadable else judged.exit_code
-    output.report(data, code, problems=map(str, traces_judged.errors))
+    unsure = judged.reasons and report.exit_code == ExitCode.PASS
+    code = ExitCode.UNKNOWN if unsure else report.exit_code
+    output.report(data, code, problems=[item.error for item in judged.unjudged])
     return output.ended(code)
 
 
-@dataclass
-class _TraceResults:
-    """The results of the traces that have been judged."""
-
-    tally: Tally
-    unfinished_ok: bool
-    unfinished: list[str] = field(default_factory=list)
-    """What unfinished files lack, one text a file."""
-    unsealed: list[str] = field(default_factory=list)
-    """Files in which damage would not be noticed."""
-    exercised: Counter[str] = field(default_factory=Counter)
-    headers: list[Header] = field(default_factory=list)
-    errors: list[TraceError | UsageError] = field(default_factory=list)
-    has_samples: bool = False
-    """Whether a trace has requests, or is not about rollouts."""
-
-    def add(self, path: Path) -> None:
-        """Judge every episode of a file, as far as the file can be read."""
-        try:
-            reader = open_trace(path)
-            if not reader.sealed:
-                self.unsealed.append(str(path))
-            for header, events in reader.episodes():
-                self.headers.append(header)
-                self.has_samples |= header.about != "rollouts"
-                judge, scenarios = (
-                    Judge(header, self.tally, oracle_of(header)),
-                    situations_of(header.about, header),
-                )
-                for event in events:
-                    self.has_samples = self.has_samples or type(event) is Submit
-                    judge.feed(event)
-                    scenarios.event(event)
-                self.exercised.update(scenarios.counts)
-                # The writer of an unfinished file was killed, or still runs: what it did not
-                # write must not count as a hang.
-                if reader.ending is None or reader.ending.closed:
-                    judge.finish()
-                else:
-                    self.unfinished.append(f"{path}: {reader.ending}")
-        except (TraceError, UsageError) as error:
-            self.errors.append(error)
-
-    def report(self) -> Report:
-        """Return the verdicts over all traces."""
-        first = self.headers[0]
-        results = self.tally.judgement().results
-        if self.unfinished and not self.unfinished_ok:
-            results = tuple(map(self._of_a_part, results))
-        return Report(
-            subject=", ".join(dict.fromkeys(header.subject for header in self.headers)),
-            profile=first.profile,
-            seed=first.seed,
-            results=results,
-            exercised=dict(sorted(self.exercised.items())),
-            cases=len(self.headers),
-            notes=(*self.unfinished, *unsealed_notes(self.unsealed)),
-        )
-
-    def _of_a_part(self, result: CheckResult) -> CheckResult:
-        """Return the result of a check that saw a part of a run: what it did not see may fail."""
-        if result.verdict is not Verdict.PASS:
-            return result
-        reason = (
-            "a file is unfinished, so the rest of its run was not seen (--unfinished-ok judges by"
-            " what there is)"
-        )
-        return replace(result, verdict=Verdict.UNKNOWN, reason=reason)
-
-
-def unsealed_notes(files: Sequence[str]) -> Iterator[str]:
-    """Yield what to say of files without a checksum: once, however many there are."""
-    if files:
-        others = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        yield (
-            f"{files[0]}{others}: no checksum, so damage would not be noticed; `rollproof seal"
-            " FILE` adds one"
-        )
+def _unjudged_lines(judged: FilesJudged, *, verbose: bool) -> Iterator[Line]:
+    """Yield lines on the files that were not judged, or not to their end."""
+    count = judged.reasons.total()
+    if not count:
+        return
+    reasons = ", ".join(f"{times:,} {reason}" for reason, times in judged.reasons.most_common())
+    yield Style.BAD, f"  not judged to the end: {count:,} of {judged.files:,} files ({reasons})"
+    shown = judged.unjudged if verbose else judged.unjudged[:_NAMED]
+    for item in shown:
+        yield Style.BAD, f"  {item.error}"
+    if count > len(shown):
+        more = "the JSON report lists more" if len(judged.unjudged) > len(shown) else "not listed"
+        yield Style.BAD, f"  and {count - len(shown):,} more ({more})"
 
 
 def summary_lines(

@@ -12,7 +12,15 @@ from typing import Annotated, Any, Self, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +38,17 @@ from rollproof.reporting.reported_run import ReportedRun
 from rollproof.reporting.step_summary import append_step_summary
 from rollproof.reporting.text import Line
 
-__all__ = ["Github", "JsonTarget", "Meter", "Only", "Output", "ReportTargets", "Verbose"]
+__all__ = [
+    "ByteMeter",
+    "Github",
+    "Jobs",
+    "JsonTarget",
+    "Meter",
+    "Only",
+    "Output",
+    "ReportTargets",
+    "Verbose",
+]
 
 JsonTarget: TypeAlias = Annotated[
     str | None,
@@ -72,6 +90,16 @@ Verbose: TypeAlias = Annotated[
         "--verbose",
         "-v",
         help="List every check, also those that passed and those that the contract rules out.",
+    ),
+]
+Jobs: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        "-j",
+        metavar="N",
+        min=1,
+        help="Number of worker processes; default: the number of processors.",
     ),
 ]
 
@@ -275,3 +303,51 @@ class Meter:
         self._bar.update(
             task, description=progress.what, completed=progress.done, total=progress.total or None
         )
+
+
+class ByteMeter:
+    """Shows how far a run is through its input, at which rate, and the time left: on a terminal
+    alone, and nothing in a log or a pipe.
+
+    Args:
+        total: The bytes of the input.
+        what: What is done with them.
+    """
+
+    def __init__(self, total: int, what: str) -> None:
+        console = Console(stderr=True, highlight=False)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._started = time.monotonic()
+        self._bar: RichProgress | None = (
+            RichProgress(*columns, console=console, transient=True) if console.is_terminal else None
+        )
+        self._begun = False
+        if self._bar is not None:
+            self._bar.add_task(what, total=max(total, 1))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._begun and self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int) -> None:
+        """Show that ``done`` bytes were read."""
+        if self._bar is None or time.monotonic() - self._started < _QUIET:
+            return
+        if not self._begun:
+            self._begun = True
+            self._bar.start()
+        self._bar.update(self._bar.tasks[0].id, completed=done)

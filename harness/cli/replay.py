@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from rollproof.cli.check import unsealed_notes
 from rollproof.cli.named_targets import (
     Target,
     foreign_code,
@@ -24,6 +23,7 @@ from rollproof.judging.judge import Judgement
 from rollproof.judging.report import ExitCode, Report
 from rollproof.reporting.text import Line, Style, check_lines, run_text
 from rollproof.store.json_format import JsonTrace
+from rollproof.verification.judged_files import unsealed_note
 from rollproof.verification.subject_kinds import KINDS, run_again
 from rollproof.verification.traces import judge
 
@@ -70,8 +70,8 @@ def replay(
     output = Output(json_target)
     source = JsonTrace(file)
     trace = source.trace
-    for note in unsealed_notes([] if source.sealed else [str(file)]):
-        output.say(f"note: {note}")
+    if not source.sealed:
+        output.say(f"note: {unsealed_note(str(file))}")
     recorded = judge(trace)
     output.say(
         f"{file}: {trace.header.subject}, {run_text(trace.header)}, {len(trace.events)} events;"

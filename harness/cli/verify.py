@@ -22,7 +22,16 @@ from rollproof.cli.named_targets import (
     stack_targets,
     subject_target,
 )
-from rollproof.cli.output import Github, JsonTarget, Meter, Only, Output, ReportTargets, Verbose
+from rollproof.cli.output import (
+    Github,
+    Jobs,
+    JsonTarget,
+    Meter,
+    Only,
+    Output,
+    ReportTargets,
+    Verbose,
+)
 from rollproof.cli.parallel import Settings, judge_all, processors
 from rollproof.core.files import check_folder, check_target
 from rollproof.core.source_location import source_location
@@ -154,16 +163,7 @@ def verify(
         ),
     ] = Path(".rollproof"),
     verbose: Verbose = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs",
-            "-j",
-            metavar="N",
-            min=1,
-            help="Number of worker processes; default: the number of processors.",
-        ),
-    ] = None,
+    jobs: Jobs = None,
 ) -> int:
     """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a
     small scope, then random ones.

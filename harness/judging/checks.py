@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rollproof.core.contract import Contract
 from rollproof.core.records import Scalar
@@ -49,6 +49,19 @@ _MAX_KINDS = 64
 """The number of kinds of findings that are counted separately; a check has a handful."""
 _OTHER_KINDS = "a kind beyond the first 64"
 """The kind of all others, so that no known failure covers them."""
+_TOTALS = (
+    "counters",
+    "crash",
+    "excused",
+    "findings",
+    "flavours",
+    "found",
+    "judged",
+    "kinds",
+    "partial",
+    "reasons",
+)
+"""What a collector has once no trace is being judged."""
 
 
 class Verdict(StrEnum):
@@ -224,12 +237,14 @@ class Collector:
     ``partial`` those with a request that it was not shown, ``judged`` the other ones; ``reasons``
     counts the traces in which data was absent, by the reason. ``flavours`` are the engine flavours
     on which each kind was found, ``preceding`` are the events of the trace that is being judged.
+    ``worst`` is the request with the most findings in a row, and how many these were.
     """
 
     __slots__ = (
         "_absent",
         "_inapplicable",
         "_limit",
+        "_row",
         "_skipped",
         "check",
         "counters",
@@ -243,6 +258,7 @@ class Collector:
         "partial",
         "preceding",
         "reasons",
+        "worst",
     )
 
     def __init__(self, check: Check, keep: int = 8) -> None:
@@ -260,6 +276,8 @@ class Collector:
         self.partial: int = 0
         self.flavours: dict[str, dict[str, None]] = {}
         self.preceding: PrecedingEvents | None = None
+        self.worst: tuple[str, int] = ("", 0)
+        self._row: tuple[str, int] = ("", 0)
         self._absent: set[str] = set()
         self._inapplicable: str | None = None
         self._skipped = False
@@ -305,6 +323,7 @@ class Collector:
         """
         kind = self._count(title if kind is None else kind, 1)
         self.found += 1
+        self._rank(where)
         preceding = self.preceding
         flavour = "" if preceding is None else preceding.flavour
         if flavour:
@@ -327,6 +346,33 @@ class Collector:
                     story=() if preceding is None else preceding.story(place),
                 )
             )
+
+    def _rank(self, where: Mapping[str, Scalar] | None) -> None:
+        """Count a finding for the request that it is about."""
+        request = (where or {}).get("request")
+        if not isinstance(request, str):
+            return
+        # findings of a request come one after the other, so nothing is stored by request
+        self._row = (request, self._row[1] + 1 if request == self._row[0] else 1)
+        if self._row[1] > self.worst[1]:
+            self.worst = self._row
+
+    def take_worst(self) -> tuple[str, int]:
+        """Return ``worst`` of what was found since the last call, and begin again."""
+        worst, self.worst, self._row = self.worst, ("", 0), ("", 0)
+        return worst
+
+    def totals(self) -> dict[str, Any]:
+        """Return all that ``merge`` adds, as plain values: for another process, or a file."""
+        return {name: getattr(self, name) for name in _TOTALS}
+
+    @classmethod
+    def of_totals(cls, check: Check, totals: Mapping[str, Any]) -> Collector:
+        """Return a collector of what ``totals`` returned in another process."""
+        collector = cls(check)
+        for name in _TOTALS:
+            setattr(collector, name, totals[name])
+        return collector
 
     def _count(self, kind: str, times: int) -> str:
         """Count findings of a kind and return the kind under which they are counted."""

@@ -172,6 +172,31 @@ class Tally:
         self._ruled_out.update(other._ruled_out)
         self.traces += other.traces
 
+    def totals(self) -> dict[str, Any]:
+        """Return the results as plain values, which can go to another process."""
+        return {
+            "checks": {
+                check_id: collector.totals() for check_id, collector in self._collectors.items()
+            },
+            "ruled_out": dict(self._ruled_out),
+            "traces": self.traces,
+        }
+
+    def add_totals(self, totals: Mapping[str, Any]) -> None:
+        """Add what ``totals`` returned in another process, for the same registry."""
+        other = Tally(self.registry)
+        other._collectors = {
+            check_id: Collector.of_totals(self.registry[check_id], values)
+            for check_id, values in totals["checks"].items()
+        }
+        other._ruled_out, other.traces = totals["ruled_out"], totals["traces"]
+        self.add(other)
+
+    @property
+    def collectors(self) -> Mapping[str, Collector]:
+        """The running totals, by the id of the check."""
+        return self._collectors
+
     def counts(self) -> dict[str, int]:
         """Return the number of findings of each check that has any."""
         return {

@@ -34,6 +34,8 @@ class TraceSource(Protocol):
     """A trace that can be read, in either form."""
 
     path: Path
+    offset: int
+    """About how many bytes an iteration has read."""
     ending: Ending | None
     """How the trace ended: set when an iteration came to its end."""
 

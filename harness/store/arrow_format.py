@@ -192,6 +192,7 @@ class TraceReader:
         header: The header of the first episode.
         sealed: The form has checksums of its own.
         ending: How the file ended; set when an iteration has come to the end.
+        offset: The bytes of the file before the batch that an iteration is at.
 
     Raises:
         UsageError: There is no file.
@@ -203,6 +204,7 @@ class TraceReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(path)
         self.sealed: bool = True
+        self.offset: int = 0
         self.ending: Ending | None = None
         rows = self._rows()
         first = next(rows, None)
@@ -252,6 +254,7 @@ class TraceReader:
             stream = Stream(self.path, file)
             for batch in stream.batches():
                 place = BatchPlace(offset=stream.offset, number=stream.state.batches - 1)
+                self.offset = place.offset
                 yield place, _read(stream, batch)
             self.ending = stream.ending
 

@@ -130,6 +130,7 @@ class JsonTrace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(path)
+        self.offset: int = 0
         self.ending: Ending | None = None
         trace, sealed = _load(self.path)
         self.trace: Trace = trace

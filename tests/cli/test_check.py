@@ -78,13 +78,13 @@ def test_an_unfinished_trace_blames_no_open_request(
 def test_one_unreadable_trace_does_not_hide_the_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Readable traces are judged, the unreadable one is told, and the exit code is that of bad
-    input.
+    """Readable traces are judged, the unreadable one is told, and the exit code says that not all
+    is known.
     """
     dump_trace(run_case(Correct, CLEAN), tmp_path / "good.json")
     (tmp_path / "junk.arrow").write_bytes(b"\x00junk" * 800)
     text = output_of(
-        capsys, "check", "good.json", "junk.arrow", "--only", "stitch.tokens", code=ExitCode.USAGE
+        capsys, "check", "good.json", "junk.arrow", "--only", "stitch.tokens", code=ExitCode.UNKNOWN
     )
 
     assert "1 check: 1 pass" in text
