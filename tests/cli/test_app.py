@@ -65,7 +65,7 @@ pytestmark = pytest.mark.usefixtures("command_folder")
         (["verify", "--expected", "no.toml"], "There is no file of expected failures at no.toml"),
         (["verify", "--bogus"], "No such option: --bogus"),
         (["nosuch"], "No such command 'nosuch'."),
-        (["check"], "Missing argument 'TRACE...'"),
+        (["check"], "Missing argument 'PATH...'"),
         (["check", "nosuch.arrow"], "There is no trace at nosuch.arrow"),
         (["replay", "nosuch.json"], "There is no trace at nosuch.json"),
         (["known-bugs", "nosuch"], "No known bug is named 'nosuch'"),
