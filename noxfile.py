@@ -25,6 +25,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
+RESULTS = ROOT / "docs" / "stack_results"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 GROUPS = PROJECT["dependency-groups"]
 
@@ -134,7 +135,7 @@ def upstream(session: nox.Session) -> None:
         command = ["rollproof", "verify", "--stack", spec, "--matrix", "--json", str(report)]
         session.run(*command, *arguments, success_codes=[0, 1] if write else [0])
         if write:
-            session.run("python", "-m", "tools.docs.stacks_page", str(report))
+            session.run("rollproof", "matrix", "add", str(report), "--to", str(RESULTS))
         if record:
             _repeat_recorded_runs(session, name, release, _value(arguments, "--checkout"))
 

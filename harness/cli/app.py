@@ -19,6 +19,7 @@ from rollproof.cli.doctor import doctor
 from rollproof.cli.gap import gap
 from rollproof.cli.init import init
 from rollproof.cli.known_bugs import known_bugs
+from rollproof.cli.matrix import matrix_commands
 from rollproof.cli.replay import replay
 from rollproof.cli.safe_stdio import stdout_failure
 from rollproof.cli.seal import seal
@@ -72,6 +73,7 @@ app: typer.Typer = typer.Typer(
 for _command in (init, verify, check, show, replay, seal, gap, serve, known_bugs, checks, doctor):
     app.command(_command.__name__.replace("_", "-"))(_command)
 app.add_typer(contract_commands)
+app.add_typer(matrix_commands)
 
 
 def _version(requested: bool) -> None:

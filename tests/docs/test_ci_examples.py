@@ -20,7 +20,7 @@ CI = ROOT / "docs" / "ci"
 OURS = ROOT / ".github" / "workflows"
 WORKFLOWS = sorted([*CI.glob("*.yml"), *OURS.glob("*.yml")])
 STEP = {"name", "uses", "with", "run", "env", "if"}
-JOB = {"runs-on", "timeout-minutes", "strategy", "steps", "needs", "if"}
+JOB = {"runs-on", "timeout-minutes", "strategy", "steps", "needs", "if", "permissions"}
 
 
 def read(path: Path) -> Any:
@@ -49,6 +49,8 @@ def test_a_workflow_is_one(path: Path) -> None:
     assert {"contents": "read"} == data["permissions"]
     for job in data["jobs"].values():
         assert set(job) <= JOB
+        # a job may write only if nobody else's change starts it
+        assert "permissions" not in job or {"schedule", "workflow_dispatch"} == set(data[True])
         assert 1 <= job["timeout-minutes"] <= 60
         assert all(name in data["jobs"] for name in [job.get("needs")] if name)
         for step in job["steps"]:

@@ -153,11 +153,10 @@ def options_page() -> Iterator[str]:
         " error, 130 interrupted."
     )
     root = get_command(app)
-    for name, command in root.commands.items():  # type: ignore[attr-defined]  # the app is a group
-        yield (
-            f"\n### rollproof {name}\n\n{inspect.cleandoc(command.help)}\n\n| argument | meaning"
-            " |\n|---|---|"
-        )
+    for name, command in _commands(root, "rollproof"):
+        yield f"\n### {name}\n\n{inspect.cleandoc(command.help)}"
+        if command.params:
+            yield "\n| argument | meaning |\n|---|---|"
         for parameter in command.params:
             yield f"| {_spelling(parameter)} | {getattr(parameter, 'help', '') or ''} |"
     yield "\n## File of expected failures\n"
@@ -166,6 +165,15 @@ def options_page() -> Iterator[str]:
     ).partition("::\n\n")
     example, _, after = rest.partition("\n\n")
     yield f"{before}:\n\n```toml\n{inspect.cleandoc(example)}\n```\n\n{after}"
+
+
+def _commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the commands of a group and of the groups below it, each with what a user types."""
+    for word, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{name} {word}")
+        else:
+            yield f"{name} {word}", command
 
 
 def _spelling(parameter: Any) -> str:

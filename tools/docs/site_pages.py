@@ -1,13 +1,21 @@
-"""Hook of mkdocs.yml: pages of the site that are files of the checkout outside of docs/."""
+"""Hook of mkdocs.yml: pages of the site that are files of the checkout outside of docs/, and the
+table of releases and checks that ``rollproof matrix build`` makes of docs/stack_results.
+"""
 
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from rollproof.invariants import default_registry
+from rollproof.reporting.html.matrix_site import write_site
+from rollproof.reporting.results.stored_runs import read_runs
+from tools.docs.measured_releases import measured_releases
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -27,7 +35,17 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for file, name in PAGES.items():
         text = (ROOT / file).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
+    for name, text in _matrix().items():
+        files.append(File.generated(config, f"matrix/{name}", content=text))
     return files
+
+
+def _matrix() -> dict[str, str]:
+    """Return the files of the table of releases and checks."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [*read_runs([ROOT / "docs" / "stack_results"]), *measured_releases()]
+        written = write_site(runs, Path(folder), tuple(default_registry()))
+        return {file.name: file.read_text(encoding="utf-8") for file in written}
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:

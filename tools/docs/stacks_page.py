@@ -1,23 +1,21 @@
 """Writes docs/stacks.md: the releases of stacks that were judged, and the verdict of each check.
 
-Verdicts are read from ``stack_results/NAME.json``, those of the newest pinned release. ``python
-tools/docs/stacks_page.py REPORT.json`` condenses what ``rollproof verify --stack NAME --json
-REPORT.json`` wrote into such a file; ``nox -s upstream -- NAME --write`` does both.
+Verdicts are read from the stored results in ``stack_results``, those of the newest pinned release.
+``nox -s upstream -- NAME --write`` judges the releases of a stack and stores what came out.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rollproof.invariants import default_registry
+from rollproof.reporting.results.release_changes import releases_by_name
+from rollproof.reporting.results.stored_runs import StoredRun, read_runs
 from rollproof.stacks import STACKS
 from rollproof.stacks.matrix import Matrix
 
-__all__ = ["condense", "stacks_page"]
+__all__ = ["stacks_page"]
 
 RESULTS = Path(__file__).parents[2] / "docs" / "stack_results"
 _SIGNS = {"fail": "✗", "expected fail": "✗", "unknown": "?", "pass": "✓", "not applicable": "·"}
@@ -40,10 +38,7 @@ UNDRIVEN = """
 
 def stacks_page() -> Iterator[str]:
     """docs/stacks.md."""
-    results = [
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))
-    ]
-    results.sort(key=lambda result: (list(STACKS).index(result["stack"]), result["version"]))
+    results = list(_newest_pinned())
     yield (
         "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines, and"
         " what came out. `rollproof verify --stack NAME` judges one that is installed (elsewhere its"
@@ -60,6 +55,10 @@ def stacks_page() -> Iterator[str]:
         "- A release that is not in the table, or changed code (`<commit>+changed`), is driven as"
         " the newest that is and is not newer, and `--matrix` compares with its verdicts. The report"
         " says so; what fails then may be the adapter's fault.\n"
+        "- `rollproof matrix add REPORT.json --to DIR` stores a report of `verify --json`, and"
+        " `rollproof matrix build DIR --out SITE` makes a site of what is stored: a table of releases"
+        " and checks, a page a release, what changed, and faults by age. This documentation has one"
+        " of the results below.\n"
         "- `-v` lists the checks that do not apply, with the reason: what the stack's contract rules"
         " out.\n"
     )
@@ -68,29 +67,37 @@ def stacks_page() -> Iterator[str]:
     yield UNDRIVEN
 
 
-def _parts(results: list[dict[str, Any]]) -> Iterator[str]:
+def _newest_pinned() -> Iterator[StoredRun]:
+    """Yield the stored run of the newest pinned release of each stack."""
+    releases = releases_by_name(read_runs([RESULTS]))
+    for stack in STACKS:
+        newest = Matrix.read(stack).pinned[-1]
+        yield from (run for run in releases.get(("stack", stack), ()) if run.version == newest)
+
+
+def _parts(results: list[StoredRun]) -> Iterator[str]:
     yield (
         "## What was judged\n\nCases, and seconds on two cores without imports, while other work"
         " ran on the machine; `✗`: checks that fail.\n\n"
         "| stack | parts | cases | seconds | ✗ |\n|---|---|---|---|---|"
     )
     for result in results:
-        parts = result["parts"].values()
+        parts = result.parts.values()
         failing = {
             check
             for part in parts
-            for check, verdict in part["verdicts"].items()
-            if _SIGNS[verdict] == "✗"
+            for check, stored in part.checks.items()
+            if _SIGNS[stored.verdict] == "✗"
         }
         yield (
-            f"| {_title(result)} | {', '.join(result['parts'])} |"
-            f" {sum(part['cases'] for part in parts)} |"
-            f" {sum(part['seconds'] for part in parts):.0f} | {len(failing)} |"
+            f"| {result.title} | {', '.join(result.parts)} |"
+            f" {sum(part.cases for part in parts)} |"
+            f" {sum(part.seconds for part in parts):.0f} | {len(failing)} |"
         )
     yield ""
 
 
-def _table(results: list[dict[str, Any]]) -> Iterator[str]:
+def _table(results: list[StoredRun]) -> Iterator[str]:
     rows = {
         check.id: [_worst(result, check.id) for result in results] for check in default_registry()
     }
@@ -101,63 +108,17 @@ def _table(results: list[dict[str, Any]]) -> Iterator[str]:
         f" other {len(judged) - len(shown)} checks pass in every stack, or do not apply.\n"
     )
     yield (
-        f"| check | {' | '.join(_title(result) for result in results)}"
+        f"| check | {' | '.join(result.title for result in results)}"
         f" |\n|---|{'---|' * len(results)}"
     )
     for check, signs in shown.items():
         yield f"| {check} | {' | '.join(signs)} |"
 
 
-def _worst(result: Mapping[str, Any], check: str) -> str:
+def _worst(result: StoredRun, check: str) -> str:
     signs = {
-        _SIGNS[part["verdicts"][check]]
-        for part in result["parts"].values()
-        if check in part["verdicts"]
+        _SIGNS[part.checks[check].verdict] for part in result.parts.values() if check in part.checks
     }
     # as in a report over several subjects: what passed somewhere and failed nowhere passes
     order = "✗✓?·" if "✗" not in signs and "✓" in signs else "✗?✓·"
     return next((sign for sign in order if sign in signs), " ")
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    return f"{result['stack']} {result['version']}"
-
-
-def condense(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stored of a JSON report: verdicts by part and check, and the reasons of those that
-    are not applicable or unknown.
-    """
-    parts = {}
-    for part in report.get("reports", [report]):
-        recipe = part["recipe"]
-        checks = part["checks"]
-        parts[recipe["part"]] = {
-            "cases": part["cases"],
-            "seconds": round(part["seconds"], 1),
-            "verdicts": {check["id"]: check["verdict"] for check in checks},
-            "reasons": {
-                check["id"]: check["reason"]
-                for check in checks
-                if check["verdict"] in ("not applicable", "unknown")
-            },
-        }
-    return {
-        "stack": recipe["stack"],
-        "version": recipe["version"],
-        "profile": report["profile"],
-        "seed": report["seed"],
-        "parts": parts,
-    }
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        result = condense(json.loads(Path(name).read_text(encoding="utf-8")))
-        stack, version = result["stack"], result["version"]
-        newest = Matrix.read(stack).pinned[-1]
-        if version != newest:
-            sys.stdout.write(f"{stack} {version} is not stored: the page shows {newest}\n")
-            continue
-        target = RESULTS / f"{stack}.json"
-        target.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        sys.stdout.write(f"wrote {target.name}\n")

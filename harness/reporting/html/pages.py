@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,7 +12,7 @@ from typing import Any
 
 from rollproof.errors import ExtraError
 
-__all__ = ["page_template", "require_packages", "story_values"]
+__all__ = ["inline_script", "page_template", "require_packages", "story_values"]
 
 
 def require_packages(names: Sequence[str], needed_for: str, without: str) -> None:
@@ -55,6 +57,20 @@ def page_template(
 def read(package: str, name: str) -> str:
     """Return the text of a file of a package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def inline_script(package: str, name: str) -> Mapping[str, Any]:
+    """Return what a template needs for a script of ours: its text, and the hash by which the
+    page's Content-Security-Policy allows it and no other.
+    """
+    from markupsafe import Markup
+
+    script = read(package, name)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {
+        "script": Markup(script),  # noqa: S704 - our own file
+        "script_hash": Markup(f"sha256-{digest}"),  # noqa: S704 - letters and digits
+    }
 
 
 def story_values(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ template, or reach the script as JSON, which only ever sets the text of an eleme
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +16,8 @@ from rollproof.core.files import check_target, write_atomically
 from rollproof.core.trace import Header
 from rollproof.reporting.html.drawing import Drawing
 from rollproof.reporting.html.pages import (
+    inline_script,
     page_template,
-    read,
     require_packages,
     story_values,
 )
@@ -101,16 +99,13 @@ def page_text(page: TracePage) -> str:
     """Return the HTML."""
     from markupsafe import Markup
 
-    script = read("rollproof.reporting.html", "trace.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = {**page.drawing.data, "maps": page.maps}
     # escaped so that no text of the trace ends the element: JSON reads < as "<"
     values = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     text: str = page_template("rollproof.reporting.html", "trace.html").render(
         page=_values(page),
         data=Markup(values),  # noqa: S704 - ASCII without "<"
-        script=Markup(script),  # noqa: S704 - our own file
-        script_hash=Markup(f"sha256-{digest}"),  # noqa: S704 - letters and digits
+        **inline_script("rollproof.reporting.html", "trace.js"),
     )
     # the name of a file may contain bytes that are not text
     return text.encode("utf-8", "backslashreplace").decode()
