@@ -2,8 +2,9 @@
 test notices.
 
 ``nox -s mutation -- --sample 200 --seed 1`` tests that many mutants, drawn by the seed; ``--all``
-tests every one, and ``--only stitch routes/shape`` draws from these modules alone. ``cosmic-ray`` makes the mutants. They are kept in a session file of its own
-format, so that an interrupted run continues, and ``cr-html`` and ``cr-report`` read it.
+tests every one, and ``--only stitch routes/shape`` draws from these modules alone. ``cosmic-ray``
+makes the mutants. They are kept in a session file of its own format, so that an interrupted run
+continues, and ``cr-html`` and ``cr-report`` read it.
 
 A mutant is *detected* if a test of the checks or of the known bugs fails. One that survives is
 either explained in ``mutation_survivors.toml`` (no trace can show it) or it shows what no test

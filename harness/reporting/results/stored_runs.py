@@ -160,21 +160,22 @@ def runs_of_report(
     if not _DATE.fullmatch(date) or not _is_day(date):
         raise UsageError(f"--date {show(date)} must be a day, such as 2026-11-30.")
     reports = report.get("reports") or [report]
-    grouped: dict[tuple[str, str, str], dict[str, StoredPart]] = {}
     try:
-        for one in reports:
-            what, title, release, part = _identity(one, name, version)
-            parts = grouped.setdefault((what, title, release), {})
-            if part in parts:
-                raise UsageError(f"The report holds {title} {release}, {part}, twice.")
-            parts[part] = _part(one, _command(what, title, release, part, report))
+        parts = [(_identity(one, name, version), one) for one in reports]
         profile, seed = str(report["profile"]), int(report["seed"])
+        stored = [(key, _part(one, _command(key, profile, seed))) for key, one in parts]
     except UsageError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"This is no report of `rollproof verify --json` ({show(str(error))})."
         ) from error
+    grouped: dict[tuple[str, str, str], dict[str, StoredPart]] = {}
+    for (what, title, release, part), found in stored:
+        of_release = grouped.setdefault((what, title, release), {})
+        if part in of_release:
+            raise UsageError(f"The report holds {title} {release}, {part}, twice.")
+        of_release[part] = found
     return [
         StoredRun(
             results=what,
@@ -184,9 +185,9 @@ def runs_of_report(
             rollproof=metadata.version("rollproof"),
             profile=profile,
             seed=seed,
-            parts=parts,
+            parts=of_release,
         )
-        for (what, title, release), parts in grouped.items()
+        for (what, title, release), of_release in grouped.items()
     ]
 
 
@@ -217,14 +218,15 @@ def _identity(
     return what, name or part, version, part
 
 
-def _command(what: str, name: str, version: str, part: str, report: Mapping[str, Any]) -> str:
+def _command(identity: tuple[str, str, str, str], profile: str, seed: int) -> str:
     """Return the command that judges a part again."""
+    what, name, version, part = identity
     options = {
         "stack": f"--stack {shlex.quote(f'{name}=={version}')} --part {shlex.quote(part)}",
         "engine": f"--engine {shlex.quote(part)}",
         "subject": f"--subject {shlex.quote(part)}",
     }
-    return f"rollproof verify {options[what]} --profile {report['profile']} --seed {report['seed']}"
+    return f"rollproof verify {options[what]} --profile {profile} --seed {seed}"
 
 
 def _part(report: Mapping[str, Any], command: str) -> StoredPart:
