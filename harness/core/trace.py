@@ -31,6 +31,7 @@ from rollproof.core.events.rollout import (
     Result,
     Resume,
     Submit,
+    Unrecorded,
     Update,
     Weights,
 )
@@ -59,6 +60,7 @@ _KINDS = (
     Fault,
     Result,
     Gauge,
+    Unrecorded,
     Batch,
     Score,
     Step,

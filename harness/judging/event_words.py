@@ -20,6 +20,7 @@ from rollproof.core.events.rollout import (
     Result,
     Resume,
     Submit,
+    Unrecorded,
     Update,
     UpdatePhase,
     Weights,
@@ -97,6 +98,8 @@ def described(event: Event) -> str:
         return f"call {event.call_id} {describe_reply(event)}"
     if isinstance(event, Result):
         return f"{event.request_id} {describe_result(event)}"
+    if isinstance(event, Unrecorded):
+        return f"{_counted(event.count, 'event')} not recorded: {_shortened(event.reason)}"
     if isinstance(event, Gauge):
         return f"{event.name} = {event.value:g} at the {event.phase} of the run"
     return describe(event) or _describe_training(event) or str(event.kind)
@@ -186,6 +189,9 @@ def _describe_weights(event: Weights) -> str:
         return f"label {event.label} published on {event.server_id}"
     label = "" if event.label in (None, event.version) else f" under the label {event.label}"
     equal = ", equal weights" if event.identity else ""
+    if event.version is None:
+        # a recorder at the wire sees that weights are loaded, and not which
+        return f"load of weights on {event.server_id}{label}{equal}"
     return f"sync to {named(event.version)} on {event.server_id}{label}{equal}"
 
 

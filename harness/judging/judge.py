@@ -27,6 +27,7 @@ from rollproof.core.events.rollout import (
     Result,
     Resume,
     Submit,
+    Unrecorded,
     Update,
     Weights,
 )
@@ -404,6 +405,23 @@ class Judge:
         elif event.server_id is not None and event.what == "revive":
             self._dead.discard(event.server_id)
 
+    def _unrecorded(self, event: Unrecorded) -> None:
+        """Leave the requests unknown that lost events concern. If that may be any, the checks over
+        the whole trace start again: what they remember is not all that happened.
+        """
+        views = self.context.open
+        named = views.get(event.request_id)
+        if named is None and event.call_id in self._calls:
+            named = self._calls[event.call_id][0]
+        if named is not None:
+            named.unrecorded = event.reason
+        elif not event.request_id and event.call_id is None:
+            for view in views.values():
+                view.unrecorded = event.reason
+            for number, (make, collector) in enumerate(self._plan.traces):
+                self._trace_checks[number] = make(self.context)
+                collector.skipped(event.reason)
+
     def _precede(self, event: Event) -> None:
         self._preceding.add(event)
 
@@ -447,6 +465,9 @@ class Judge:
         undecided_race = view.undecided_race
         self._preceding.view = view
         for check, collector in self._plan.requests:
+            if view.unrecorded:
+                collector.skipped(view.unrecorded)
+                continue
             if view.unattributed_calls and collector.check.reads_calls:
                 collector.skipped(UNATTRIBUTED_CALLS)
                 continue
@@ -500,6 +521,7 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Fault: Judge._fault,
     Result: Judge._result,
     Update: Judge._update,
+    Unrecorded: Judge._unrecorded,
     **dict.fromkeys((Pause, Resume), Judge._precede),
     **dict.fromkeys((Step, Outcome, Batch, Laid), Judge._precede_in_words),
 }

@@ -46,6 +46,7 @@ class RequestView:
     memo: Values that the checks of a family share, by their name; nothing in it refers to the view.
     unattributed_calls: Whether calls may belong to the request that the recorder could not
         attribute.
+    unrecorded: Why events of the request are missing from the trace; ``""`` if none is known to be.
     set_aside: Calls of the request that its sample was not made of: they lost a race
         (``rollproof.judging.races``). No check takes them for segments.
     context_rows: Route rows that calls set aside captured, and that the sample may hold: of calls
@@ -81,6 +82,7 @@ class RequestView:
         # View-level caches avoid repeated stitching: thirty checks read the same request.
         self.memo: dict[str, Any] = {}
         self.unattributed_calls: bool = False
+        self.unrecorded: str = ""
         self.set_aside: list[Attempt] = []
         self.context_rows: list[RowPiece] = []
         self.earlier_turns: int = 0

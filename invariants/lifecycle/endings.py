@@ -17,6 +17,7 @@ from rollproof.core.events.rollout import (
     Result,
     Resume,
     Submit,
+    Unrecorded,
     Update,
     UpdatePhase,
 )
@@ -177,6 +178,13 @@ class LifecycleNoErrorWithoutFault(EventCheck):
     def on_reply(self, event: Reply, out: Collector) -> None:
         if not event.delivered:
             self._excuse(event.call_id)
+
+    def on_unrecorded(self, event: Unrecorded, out: Collector) -> None:
+        # what was not recorded may have been the fault
+        if event.call_id is not None:
+            self._excuse(event.call_id)
+        if event.request_id in self._open:
+            self._open[event.request_id] = True
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         # a replica outside the balancer goes on with its calls: nothing that may fail

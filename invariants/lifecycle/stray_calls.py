@@ -52,11 +52,21 @@ class LifecycleNoOrphanCalls(EventCheck):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._open: dict[int, _OpenCall] = {}
+        # a recording of calls alone says nothing of admissions
+        self._shows_admissions = context.header.case is not None
+        self._ended = 0
 
     def on_call(self, event: Call, out: Collector) -> None:
         remember(self._open, event.call_id, _OpenCall(event.request_id, event.server_id))
 
+    def finish(self, out: Collector) -> None:
+        if self._shows_admissions:
+            out.exercised("requests that ended", self._ended)
+        else:
+            out.absent("the trace does not say when a server admits a call")
+
     def on_admit(self, event: Admit, out: Collector) -> None:
+        self._shows_admissions = True
         call = self._open.get(event.call_id)
         if call is not None:
             call.admitted = True
@@ -76,7 +86,7 @@ class LifecycleNoOrphanCalls(EventCheck):
             }
 
     def on_result(self, event: Result, out: Collector) -> None:
-        out.exercised("requests that ended")
+        self._ended += 1
         view = self.context.open.get(event.request_id)
         for attempt in view.attempts if view is not None else ():
             call = self._open.get(attempt.call.call_id)

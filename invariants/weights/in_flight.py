@@ -52,22 +52,28 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
         super().__init__(context)
         self._paused: dict[str, Pause] = {}
         self._queued: dict[int, str] = {}
+        # a recording of calls alone says nothing of admissions
+        self._shows_admissions = context.header.case is not None
+        self._met: dict[str, int] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
         remember(self._queued, event.call_id, event.server_id)
         # A parked call is fine; AReaL #1618 ran it, since proxy workers were not paused.
         if event.server_id in self._paused:
-            out.exercised("calls sent to a paused server")
+            self._meet("calls sent to a paused server", 1)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         self._queued.pop(event.call_id, None)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.setdefault(event.server_id, event)
-        out.exercised(
+        self._meet(
             "calls queued at a pause",
             sum(server == event.server_id for server in self._queued.values()),
         )
+
+    def _meet(self, situation: str, times: int) -> None:
+        self._met[situation] = self._met.get(situation, 0) + times
 
     def on_resume(self, event: Resume, out: Collector) -> None:
         self._paused.pop(event.server_id, None)
@@ -77,7 +83,15 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
         self._paused.pop(dead, None)
         self._queued = {call: server for call, server in self._queued.items() if server != dead}
 
+    def finish(self, out: Collector) -> None:
+        if not self._shows_admissions:
+            out.absent("the trace does not say when a server admits a call")
+            return
+        for situation, times in self._met.items():
+            out.exercised(situation, times)
+
     def on_admit(self, event: Admit, out: Collector) -> None:
+        self._shows_admissions = True
         self._queued.pop(event.call_id, None)
         pause = self._paused.get(event.server_id)
         if pause is not None:

@@ -40,6 +40,7 @@ __all__ = [
     "Result",
     "Resume",
     "Submit",
+    "Unrecorded",
     "Update",
     "UpdatePhase",
     "Weights",
@@ -327,3 +328,23 @@ class Gauge(Event):
     name: str
     value: float
     phase: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unrecorded(Event):
+    """Something happened that the recorder could not record.
+
+    A request that it concerns is not judged, nor any open request if it is not known which.
+
+    Attributes:
+        reason: Why, as a sentence for the reader of a report.
+        count: How many events are missing.
+        request_id: The request that they concern; ``""`` if that is not known.
+        call_id: The call that they concern, if that is known.
+    """
+
+    kind: ClassVar[str] = "unrecorded"
+    reason: str
+    count: int = 1
+    request_id: str = ""
+    call_id: int | None = None
