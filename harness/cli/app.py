@@ -20,6 +20,7 @@ from rollproof.cli.gap import gap
 from rollproof.cli.init import init
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.matrix import matrix_commands
+from rollproof.cli.proxy import proxy
 from rollproof.cli.replay import replay
 from rollproof.cli.safe_stdio import stdout_failure
 from rollproof.cli.seal import seal
@@ -70,7 +71,21 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, verify, check, show, replay, seal, gap, serve, known_bugs, checks, doctor):
+_COMMANDS = (
+    init,
+    verify,
+    check,
+    show,
+    replay,
+    seal,
+    gap,
+    serve,
+    proxy,
+    known_bugs,
+    checks,
+    doctor,
+)
+for _command in _COMMANDS:
     app.command(_command.__name__.replace("_", "-"))(_command)
 app.add_typer(contract_commands)
 app.add_typer(matrix_commands)

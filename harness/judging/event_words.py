@@ -13,6 +13,7 @@ from rollproof.core.events.rollout import (
     Admit,
     Call,
     Fault,
+    Flush,
     Gauge,
     Observation,
     Pause,
@@ -73,6 +74,8 @@ def describe(event: Event) -> str:
         return f"pause of {event.server_id} ({event.mode})"
     if isinstance(event, Resume):
         return f"resume of {event.server_id}"
+    if isinstance(event, Flush):
+        return f"prefix cache of {event.server_id} dropped"
     if isinstance(event, Update):
         phase = "requested" if event.phase is UpdatePhase.ASKED else str(event.phase)
         return f"update to {named(event.version)} {phase}"

@@ -21,6 +21,7 @@ from rollproof.core.events.rollout import (
     Admit,
     Call,
     Fault,
+    Flush,
     Observation,
     Pause,
     Reply,
@@ -522,6 +523,6 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Result: Judge._result,
     Update: Judge._update,
     Unrecorded: Judge._unrecorded,
-    **dict.fromkeys((Pause, Resume), Judge._precede),
+    **dict.fromkeys((Pause, Resume, Flush), Judge._precede),
     **dict.fromkeys((Step, Outcome, Batch, Laid), Judge._precede_in_words),
 }

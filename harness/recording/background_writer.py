@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 __all__ = ["BackgroundWriter", "Dropped"]
@@ -107,7 +108,7 @@ class BackgroundWriter:
                         # no more may be added to it
                         if self._last_drop is item:
                             self._last_drop = None
-                self._attempt(lambda item=item: self._handle(item))
+                self._attempt(partial(self._handle, item))
                 self._taken_bytes += size
             if time.monotonic() >= due:
                 self._attempt(self._flush)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ __all__ = ["DROPPED_TOKENS", "Redaction", "RequestSample"]
 
 DROPPED_TOKENS = "its token ids were left out of the recording (redact='drop')"
 _MAX_CACHE = 1 << 18
+_R = TypeVar("_R", bound=Any)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,9 @@ class Redaction:
             rows.append(replace(row, token_ids=ids))
         return replace(event, samples=samples, rows=tuple(rows))
 
-    def _with(self, record: Any, *names: str) -> Any:
-        return replace(record, **{name: self.tokens(getattr(record, name)) for name in names})
+    def _with(self, record: _R, *names: str) -> _R:
+        changed: dict[str, Any] = {name: self.tokens(getattr(record, name)) for name in names}
+        return replace(record, **changed)
 
     def _text(self, text: str | None) -> str | None:
         if text is None:

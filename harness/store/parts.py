@@ -16,7 +16,6 @@ from pathlib import Path
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
     Call,
-    Fault,
     Observation,
     Pause,
     Result,

@@ -32,6 +32,7 @@ __all__ = [
     "Call",
     "Chunk",
     "Fault",
+    "Flush",
     "Gauge",
     "Observation",
     "Pause",
@@ -242,6 +243,14 @@ class Weights(Event):
     progress: Mapping[int, int] | None = None
     # what the harness does to a server must not count as the stack's doing
     by_harness: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flush(Event):
+    """A server was requested to drop its prefix cache, and said that it did."""
+
+    kind: ClassVar[str] = "flush"
+    server_id: str
 
 
 class UpdatePhase(StrEnum):

@@ -1,0 +1,162 @@
+"""One HTTP request and what came back, as far as a recorder keeps it."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from rollproof.recording.wire.sampling_replies import UnreadableReply
+
+__all__ = ["Exchange", "How", "StreamedEvents"]
+
+_INDEX = re.compile(rb'"index":\s*(\d+)\s*\}$')
+_MAX_UNPACKED = 1 << 30
+
+
+class How(StrEnum):
+    """How an exchange ended."""
+
+    OPEN = "open"
+    """It has not."""
+    COMPLETE = "complete"
+    """The client was sent the whole reply."""
+    UNREACHED = "unreached"
+    """The server could not be reached, or took no request."""
+    BROKEN = "broken"
+    """The server's reply ended before its end, or never came."""
+    LEFT = "left"
+    """The client left before it had the whole reply."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """A request and its reply.
+
+    Attributes:
+        number: of the exchange, from 1.
+        server_id: the server.
+        method, path, query, headers, body: of the request; names of headers are lower case.
+        began, ended: Unix time at which the request was complete, and at which the exchange ended.
+        status: of the reply; 0: none came.
+        encoding: the reply's content encoding.
+        reply: the body in one piece, or as much as came.
+        events: the events of a stream; ``None``: it is none.
+        how: how it ended.
+        detail: what broke.
+        body_too_long, reply_too_long: more bytes came than are kept.
+    """
+
+    number: int
+    server_id: str
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    began: float
+    ended: float = 0.0
+    status: int = 0
+    encoding: str = ""
+    reply: bytes = b""
+    events: StreamedEvents | None = None
+    how: How = How.OPEN
+    detail: str = ""
+    body_too_long: bool = False
+    reply_too_long: bool = False
+
+    def request_json(self) -> Any:
+        """Return the JSON value of the request; an empty body is ``{}``.
+
+        Raises:
+            ValueError: it is no JSON, or longer than what is kept.
+        """
+        if self.body_too_long:
+            raise ValueError("the body is longer than the recorder keeps (--max-body)")
+        return orjson.loads(self.body) if self.body else {}
+
+    def reply_json(self) -> Any:
+        """Return the JSON value of the reply, or ``None`` if it is none."""
+        try:
+            return orjson.loads(self.reply_bytes())
+        except ValueError:
+            return None
+
+    def reply_bytes(self) -> bytes:
+        """Return the reply, unpacked.
+
+        Raises:
+            UnreadableReply: it is packed in a way that is not known, or more of it came than is
+                kept.
+        """
+        if self.reply_too_long:
+            raise UnreadableReply("its reply is longer than the recorder keeps (--max-body)")
+        if self.encoding in ("", "identity"):
+            return self.reply
+        if self.encoding not in ("gzip", "deflate"):
+            raise UnreadableReply(f"its reply is packed with {self.encoding}")
+        unpacker = zlib.decompressobj(wbits=47 if self.encoding == "gzip" else zlib.MAX_WBITS)
+        try:
+            return unpacker.decompress(self.reply, _MAX_UNPACKED)
+        except zlib.error as error:
+            raise UnreadableReply(f"its reply cannot be unpacked ({error})") from error
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps."""
+        streamed = 0 if self.events is None else self.events.size
+        return len(self.body) + len(self.reply) + streamed
+
+
+@dataclass(slots=True, eq=False)
+class StreamedEvents:
+    """The events of a stream, split as they come.
+
+    Attributes:
+        newest_only: an event holds all tokens so far, so that the last one of each sample will do:
+            those of a long reply would take its square.
+        size: bytes that are kept.
+        done: whether the event came that ends a stream.
+    """
+
+    newest_only: bool
+    size: int = 0
+    done: bool = False
+    _events: list[bytes] = field(default_factory=list)
+    _newest: dict[int, bytes] = field(default_factory=dict)
+    _rest: bytes = b""
+
+    def take(self, data: bytes) -> None:
+        """Add bytes of the stream."""
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            text = b"\n".join(
+                line.removeprefix(b"data:").strip()
+                for line in event.split(b"\n")
+                if line.startswith(b"data:")
+            )
+            if text == b"[DONE]":
+                self.done = True
+            elif text:
+                self._add(text)
+
+    def _add(self, text: bytes) -> None:
+        self.size += len(text)
+        if not self.newest_only:
+            self._events.append(text)
+            return
+        found = _INDEX.search(text[-32:])
+        index = int(found[1]) if found else 0
+        self.size -= len(self._newest.get(index, b""))
+        self._newest[index] = text
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._events
+        yield from self._newest.values()
