@@ -278,8 +278,8 @@ async def _evict(fired: FiredAction) -> None:
 
 
 def _lose(fired: FiredAction) -> None:
+    # Recorded once the reply is lost: the caller may have left by then.
     fired.call.lost_after = fired.action.steps
-    fired.record_fault("lost-reply")
 
 
 def _duplicate(fired: FiredAction) -> None:

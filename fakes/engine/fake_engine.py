@@ -34,6 +34,7 @@ from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire, is_gr
 from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
 from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
+from rollproof.simulation.virtual_loop import VirtualLoop
 
 __all__ = ["MAX_LENGTH", "FakeEngine", "harness_acts"]
 
@@ -177,6 +178,7 @@ class FakeEngine:
             internal=owner.internal,
             end_tokens=None if ends is None else tuple(sorted(ends & self._ends)),
             stop_token_ids=() if ends is None else tuple(sorted(ends - self._ends)),
+            crossed=_crossed(ids),
         )
         self._recorder.record(call)
         try:
@@ -482,14 +484,16 @@ class FakeEngine:
             raise
         reply = self._scheduler.reply(call)
         if call.lost_after is not None:
+            self._record_lost_reply(call)
             self._deliver(reply, delivered=False)
             await asyncio.sleep(call.lost_after * self.options.step)
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
         if wire is not None and not wire.delivered:
-            self._recorder.record(
-                Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id)
-            )
-        self._deliver(reply, delivered=wire is None or wire.send(call.call_id))
+            self._record_lost_reply(call)
+        delivered = wire is None or wire.send(call.call_id)
+        self._deliver(reply, delivered=delivered)
+        if delivered:
+            _announce(call)
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
         if wire is not None:
@@ -498,6 +502,11 @@ class FakeEngine:
         if output.routes is not None and output.routes.flags.writeable:
             self.handed_out[call.call_id] = output.routes
         return output
+
+    def _record_lost_reply(self, call: InflightCall) -> None:
+        self._recorder.record(
+            Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id)
+        )
 
     def _deliver(self, reply: Reply, *, delivered: bool = True, duplicate: bool = False) -> None:
         fresh = reply.index < 0 and reply.delivered is delivered and reply.duplicate is duplicate
@@ -570,6 +579,21 @@ class FakeEngine:
                     call.future.set_exception(error)
         finally:
             self._task = None
+
+
+def _announce(call: InflightCall) -> None:
+    """Note that whatever the running callback leads to in this instant may know of the reply."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, VirtualLoop):
+        loop.learn((call.call_id, tuple(call.ids[: call.prompt_len])))
+
+
+def _crossed(prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the calls with this prompt of whose replies the running callback cannot know."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualLoop):
+        return ()
+    return tuple(call for call, prompt in loop.unaware_of() if prompt == prompt_ids)
 
 
 def _scalar(value: Any) -> Scalar:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollproof.core.records import EngineOutput, FinishReason
 from rollproof.judging.partial_replies import assign_partial_replies
+from rollproof.judging.sample_evidence import values_of
 
 if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
@@ -27,6 +29,19 @@ __all__ = ["explains", "fit_together", "set_aside_losers", "set_attempts"]
 _PROMPT = ("lost-reply", "duplicate-reply")
 """Faults of a reply that do not delay it: another call was then made without waiting for it."""
 _TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
+
+
+class _Outcome(Enum):
+    """What is known of a race.
+
+    CERTAIN: which reply was used, or that it makes no difference.
+    OPEN: nothing, but a retry after a fault explains its calls.
+    UNDECIDED: nothing.
+    """
+
+    CERTAIN = auto()
+    OPEN = auto()
+    UNDECIDED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +120,16 @@ def _kept(view: RequestView) -> tuple[list[Attempt], bool]:
     losers: list[int] = []
     undecided = False
     for race in _races(view.attempts):
-        winner, certain = _winner(view, race)
-        if certain and winner is not None:
+        winner, outcome = _winner(view, race)
+        if outcome is _Outcome.CERTAIN and winner is not None:
             losers += [
                 id(call)
                 for call in race
                 if call is not winner
                 and (call.consumed or _same_instant(winner, call) or _belated(call, race))
             ]
-        else:
-            undecided = undecided or not _is_retry(race)
+        elif outcome is _Outcome.UNDECIDED or not _is_retry(race):
+            undecided = True
     kept = [call for call in view.attempts if id(call) not in losers]
     return [call for call in kept if not _given_up(call, kept)], undecided
 
@@ -164,15 +179,19 @@ def _belated(call: Attempt, race: Sequence[Attempt]) -> bool:
 
 
 def _same_instant(earlier: Attempt, later: Attempt) -> bool:
-    """Return whether a call was made in the instant in which the reply to another one came, and
-    given up for it: whoever made it did not know of the reply.
+    """Return whether a call was made in the instant in which the reply to another one came, by
+    somebody who did not know of the reply: a timer made it, or it was given up for the reply.
     """
     reply = earlier.consumed
     return (
         reply is not None
         and reply.index < later.call.index
         and reply.time == later.call.time
-        and (later.stopped_by_stack or later.consumed is None)
+        and (
+            earlier.call.call_id in later.call.crossed
+            or later.stopped_by_stack
+            or later.consumed is None
+        )
     )
 
 
@@ -189,37 +208,45 @@ def _awaited(call: Attempt, later: Attempt) -> bool:
     return all(moment < end for end in call.ends)
 
 
-def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None, bool]:
-    """Return the call whose reply was used, and whether that is certain."""
+def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None, _Outcome]:
+    """Return the call whose reply was used, and what that is based on."""
     received = [call for call in race if call.consumed is not None]
     if len(received) < 2:
-        return next(iter(received), None), True
+        return next(iter(received), None), _Outcome.CERTAIN
     shown = _shown(view, race)
     if shown is None:
         # neither a call nor a sample came of it: an abort is why a sample was dropped, and else no
         # reply matters more than the first
         best = min(received, key=lambda call: (not _is_aborted(call), _moment(call)))
-        return best, not _is_retry(race)
+        return best, _Outcome.OPEN if _is_retry(race) else _Outcome.CERTAIN
     start = len(race[0].call.prompt_ids)
     fits = {id(call): _fit(call, shown, start) for call in received}
-    best = max(received, key=lambda call: (*fits[id(call)], *_likely(call, shown, start)))
+    values = {id(call): values_of(view, call, start) for call in received}
+    best = max(
+        received,
+        key=lambda call: (*fits[id(call)], *values[id(call)], *_likely(call, shown, start)),
+    )
     full, _ = fits[id(best)]
     if not full:
         # After a fault a client may have dropped the other reply as well, and called again.
-        return best, shown.final or not any(call.faults for call in race)
+        dropped = not shown.final and any(call.faults for call in race)
+        return best, _Outcome.OPEN if dropped else _Outcome.CERTAIN
     both = next(
         (c for c in received if c is not best and _follows(view, c, best, shown, start)), None
     )
     if both is not None:
         # lifecycle.one-reply-per-retry judges replies to a call and its retry that were both used
         earlier, later = sorted((best, both), key=_called)
-        return best, later.call.index > earlier.replies[0].index
-    rivals = [
-        call
+        overtaken = later.call.index > earlier.replies[0].index
+        return best, _Outcome.CERTAIN if overtaken else _Outcome.OPEN
+    is_open = any(
+        fits[id(call)] == fits[id(best)]
+        and values[id(call)] == values[id(best)]
+        and not _alike(call, best)
         for call in received
-        if call is not best and fits[id(call)] == fits[id(best)] and not _alike(call, best)
-    ]
-    return best, not rivals
+        if call is not best
+    )
+    return best, _Outcome.UNDECIDED if is_open else _Outcome.CERTAIN
 
 
 def _shown(view: RequestView, race: Sequence[Attempt]) -> _Shown | None:
@@ -293,15 +320,13 @@ def _likely(call: Attempt, shown: _Shown, start: int) -> tuple[bool, bool, int]:
 
 
 def _alike(one: Attempt, other: Attempt) -> bool:
-    """Return whether it makes no difference which of two replies was used, or the later call is
-    certain to count: its stack no longer waited for the other one.
-    """
+    """Return whether it makes no difference which of two replies was used."""
     a, b = one.consumed, other.consumed
     assert a is not None
     assert b is not None
     if not a.output.token_ids and not b.output.token_ids:
         return a.output.finish_reason is b.output.finish_reason
-    return _is_retry((one, other)) or _equal(a.output, b.output)
+    return _equal(a.output, b.output)
 
 
 def _is_retry(calls: Sequence[Attempt]) -> bool:

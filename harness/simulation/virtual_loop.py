@@ -23,15 +23,17 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rollproof.errors import SubjectError
 from rollproof.simulation.memory_network import Network
 from rollproof.simulation.watchdog import GivenUp, Watchdog
 
-__all__ = ["DEADLOCK", "Stalled", "Stuck", "VirtualLoop", "describe_wait", "guarded", "run"]
+__all__ = ["DEADLOCK", "News", "Stalled", "Stuck", "VirtualLoop", "describe_wait", "guarded", "run"]
 
 _T = TypeVar("_T")
+News: TypeAlias = "tuple[int, tuple[int, ...]]"
+"""Something that happened in an instant: the id of a call that was answered, and its prompt."""
 _SPIN_LIMIT = 20_000
 DEADLOCK = "nothing is scheduled any more"
 """Why a loop stalled that had nothing left to do. It is detected at once, other hangs only after
@@ -65,6 +67,17 @@ class _NumberedTask(asyncio.Task[_T]):
         return self._number
 
 
+class _CausedHandle(asyncio.Handle):
+    """A callback, with the news of this instant that led to it."""
+
+    __slots__ = ("news",)
+
+    news: frozenset[News]
+
+
+_NO_NEWS: frozenset[News] = frozenset()
+
+
 class VirtualLoop(base_events.BaseEventLoop):
     """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
 
@@ -86,6 +99,8 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._tasks_made = count()
         self.set_task_factory(self._make_task)
         self._jumps_left = math.inf if jumps is None else jumps
+        self._news: list[News] = []
+        self._known = _NO_NEWS
         self._clock_resolution = 1e-9
         self.ending: bool = False
         self.turns: int = 0
@@ -110,6 +125,21 @@ class VirtualLoop(base_events.BaseEventLoop):
         """Virtual seconds since the loop was made."""
         return self._now
 
+    def learn(self, news: News) -> None:
+        """Note that the running callback brings ``news``, which may lead to whatever it schedules
+        in this instant.
+        """
+        self._news.append(news)
+        self._known |= {news}
+
+    def unaware_of(self) -> tuple[News, ...]:
+        """Return the news of this instant that did not lead to the running callback.
+
+        A timer that fires in the instant of a reply was set before it: what the timer does is no
+        answer to the reply.
+        """
+        return tuple(news for news in self._news if news not in self._known)
+
     def pass_time(self, timeout: float | None) -> None:
         """Jump ahead. Raises ``Stalled`` if there is nothing to wait for, or time never passes."""
         if timeout is None:
@@ -124,6 +154,7 @@ class VirtualLoop(base_events.BaseEventLoop):
             return
         self._spins = 0
         self._now += timeout
+        self._news.clear()
         self._jumps_left -= 1
         if self._jumps_left < 0:
             raise Stalled(
@@ -138,7 +169,8 @@ class VirtualLoop(base_events.BaseEventLoop):
         # leaner than the supertype's: the time of a small case is mostly spent in the loop
         if self.is_closed() or self.get_debug():
             return super().call_soon(callback, *args, context=context)
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _CausedHandle(callback, args, self, context)
+        handle.news = self._known
         self._ready.append(handle)
         return handle
 
@@ -163,7 +195,10 @@ class VirtualLoop(base_events.BaseEventLoop):
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle._cancelled:
+                # a timer was set in an earlier instant, and knows nothing of this one
+                self._known = handle.news if type(handle) is _CausedHandle else _NO_NEWS
                 handle._run()
+        self._known = _NO_NEWS
 
     def run_in_executor(  # type: ignore[override]  # the supertype's type variables say no more
         self, executor: Any, func: Callable[..., Any], *args: Any

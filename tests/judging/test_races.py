@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.core.records import Span
 from rollproof.judging.checks import Verdict
+from tests.support.trace_builder import coded_rows
 from tests.support.trace_script import TraceScript, check, finds, opened, passes, unknown
 
 
@@ -44,6 +51,33 @@ def test_replies_that_differ_in_more_than_tokens_stay_undecided() -> None:
     unknown("stitch.tokens", script.result((3, 4)), "does not show which answer the stack used")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"logprobs": np.array([-2.5, -2.51])},
+        {"routes": coded_rows(0, 3, 2)},
+        {"token_versions": (2, 2)},
+        {"spans": (Span(start=0, end=2, version=2),)},
+        {"min_version": 2, "max_version": 2},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_values_of_the_sample_show_which_of_two_equal_replies_was_used(
+    values: dict[str, Any],
+) -> None:
+    """The same tokens of two weights: the sample holds the second copy's logprobs, rows or tag."""
+    tag = next((name.rstrip("s") for name in values if "version" in name or name == "spans"), "")
+    tags = {"min_version": "min-max", "token_version": "token", "span": "span"}
+    script = TraceScript(rows="T-1", versions=tags.get(tag, "none"))
+    script.submit()
+    one, other = script.call((1, 2)), script.call((1, 2), server="s1")
+    script.reply(one, (3, 4), reason="stop", version=1, prompt_len=2)
+    script.reply(other, (3, 4), reason="stop", version=2, prompt_len=2)
+    passes("stitch.tokens", script.result((3, 4), **values))
+    if "logprobs" in values:
+        passes("stitch.logprobs-paired", script)
+
+
 def test_the_same_prompt_again_shows_that_an_empty_reply_was_used() -> None:
     """The first answer of a race was an abort without tokens; the longer one came too late."""
     script = opened()
@@ -54,8 +88,8 @@ def test_the_same_prompt_again_shows_that_an_empty_reply_was_used() -> None:
 
 
 def test_a_late_reply_of_a_race_may_have_been_used() -> None:
-    """Both calls were sent before one was delayed, and both replies came before the next call: the
-    stack waits for all. A retry is made because of the delay, and counts.
+    """Both replies came before the next call: the stack waits for all, whether the second call is
+    a copy or a retry after the delay.
     """
     for retry in (False, True):
         script = opened()
@@ -66,10 +100,7 @@ def test_a_late_reply_of_a_race_may_have_been_used() -> None:
         script.reply(other, (3,), reason="abort", version=1)
         script.reply(one, (3,), reason="abort", version=2)
         script.reply(script.call((1, 2, 3)), (4,), reason="stop").result((3, 4))
-        if retry:
-            passes("stitch.tokens", script)
-        else:
-            unknown("stitch.tokens", script, "does not show which answer the stack used")
+        unknown("stitch.tokens", script, "does not show which answer the stack used")
 
 
 def test_an_aborted_reply_of_a_race_explains_a_drop() -> None:
@@ -166,6 +197,18 @@ def test_a_copy_sent_in_the_instant_of_the_first_reply_is_set_aside() -> None:
         script._time -= 1
         script.reply(script.call((1, 2), server="s1"), (5, 6), reason="stop").result(response)
         assert found == bool(check("stitch.no-call-after-end", script).findings)
+
+
+def test_a_copy_that_a_timer_sent_in_the_instant_of_a_reply_is_part_of_the_race() -> None:
+    """Its sender did not know of the tokens that came in that instant, and may use either reply. A
+    call that the reply led to throws them away.
+    """
+    for crossed, found in (((1,), False), ((), True)):
+        script = opened()
+        script.reply(script.call((1, 2)), (3, 4), reason="abort")
+        script._time -= 1
+        script.reply(script.call((1, 2), server="s1", crossed=crossed), (5, 6), reason="stop")
+        assert found == bool(check("stitch.resume-prompt", script.result((5, 6))).findings)
 
 
 def test_an_answer_of_the_environment_may_equal_a_reply() -> None:

@@ -16,6 +16,7 @@ from tests.odd_stacks import (
     odd_callers,
     odd_conversations,
     odd_hedges,
+    odd_instants,
     odd_requests,
     odd_samples,
     odd_updates,
@@ -31,6 +32,7 @@ STACKS = [
             odd_callers,
             odd_conversations,
             odd_hedges,
+            odd_instants,
             odd_requests,
             odd_samples,
             odd_updates,
@@ -54,7 +56,7 @@ def test_an_unusual_stack_is_not_blamed(stack: Any) -> None:
 
 def test_all_stacks_are_run() -> None:
     """The table finds the classes by what they have: none may drop out unseen."""
-    assert 48 == len(STACKS)
+    assert 57 == len(STACKS)
 
 
 def test_an_unusual_batch_is_not_blamed() -> None:

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,36 @@ def test_a_real_loop_has_no_such_order() -> None:
         logs.append(log)
 
     assert logs[0] != logs[1]
+
+
+def test_a_timer_knows_nothing_of_its_instant() -> None:
+    """News of an instant are known to what they lead to, also through other tasks, and not to a
+    timer that fires in it.
+    """
+    found: dict[str, Any] = {}
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_loop.VirtualLoop)
+        came = loop.create_future()
+
+        async def bring() -> None:
+            await asyncio.sleep(2)
+            loop.learn((7, (1, 2)))
+            came.set_result(None)
+
+        async def wait(name: str, what: Any) -> None:
+            await what
+            await asyncio.sleep(0)
+            found[name] = loop.unaware_of()
+
+        tasks = [bring(), wait("waiter", came), wait("timer", asyncio.sleep(2))]
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(1)
+        found["later"] = loop.unaware_of()
+
+    virtual_loop.run(main)
+    assert {"waiter": (), "timer": ((7, (1, 2)),), "later": ()} == found
 
 
 def test_a_deadlock_is_seen_at_once() -> None:

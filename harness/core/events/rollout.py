@@ -72,6 +72,9 @@ class Call(Event):
             ``None``: not known.
         stop_token_ids: Further tokens that end the call.
         stop_string_tokens: Tokens whose text is a stop string of the call.
+        crossed: Calls with the same prompt that were answered in the instant in which this one was
+            made, if those replies did not lead to it: it was made by a timer, say. Known on the
+            virtual clock only.
     """
 
     kind: ClassVar[str] = "call"
@@ -92,6 +95,7 @@ class Call(Event):
     end_tokens: tuple[int, ...] | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop_string_tokens: tuple[int, ...] = ()
+    crossed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
