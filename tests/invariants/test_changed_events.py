@@ -14,7 +14,21 @@ from typing import Any
 
 import pytest
 
+from rollproof.core.case import ActionKind, Case, Model
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.records import Request
 from rollproof.core.trace import Trace
+from rollproof.engines.engine_targets import fake_target
+from rollproof.fakes.clients.reference_clients import (
+    AsSampled,
+    AsSampledBounds,
+    AsSampledCalls,
+    AsSampledSpans,
+    AsSampledTokens,
+    AsSampledTurns,
+    EngineKeep,
+    PartialOffSurfaced,
+)
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
 from rollproof.fakes.trainers.reference_trainers import (
     CapturedPrefix,
@@ -29,14 +43,19 @@ from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.layout_cases import layout_calls
 from rollproof.replay.driver import record_replay
 from rollproof.verification.batches import record_batches
+from rollproof.verification.engines import run_experiments
 from rollproof.verification.layouts import record_layouts
+from rollproof.verification.runner import run_case
 from tests.support.changed_events import outcomes
+from tests.support.client_cases import ABORT, MODEL, R0, SYNC, act
 from tests.support.padded_batches import Padder, padded_contract
 from tests.support.routed_requests import RoutedRequest, Segment
 
 RECORDED = Path(__file__).parent / "recorded"
-_CHANGES = {"layout": 9, "batch": 80, "replay": 30, "routes": 45}
+_CHANGES = {"layout": 9, "batch": 80, "replay": 30, "routes": 45, "rollouts": 90, "engine": 40}
 """About how many changes of one trace are judged."""
+_FAMILIES = {"rollouts": ["stitch", "versions", "weights", "lifecycle"]}
+"""The families of checks that judge the traces of a name, if they are not those of that name."""
 
 
 class FourChoices(ReplayTrainer):
@@ -119,17 +138,57 @@ def _route_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
             yield f"{changes}, {[segment.tokens for segment in segments]}", made
 
 
+def _rollout_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    do, kept = ActionKind, {"pause_mode": PauseMode.KEEP}
+    other = Request(request_id="r1", prompt_ids=(21, 22), max_tokens=5)
+    conversation = replace(R0, max_tokens=16, turns=((21, 22), (23, 24)))
+    ending = Model(eos_every=3)
+    for client, actions, more in (
+        (AsSampled, (ABORT(2), SYNC(4)), {}),
+        (AsSampledTokens, (SYNC(2),), kept),
+        (AsSampledSpans, (act(do.SYNC_UNLABELLED, 3), ABORT(4)), {}),
+        (AsSampledBounds, (ABORT(1), SYNC(2), act(do.RELABEL, 4)), {}),
+        (AsSampledCalls, (SYNC(2), act(do.KILL, 4, server="s0", steps=3)), {"servers": 2}),
+        (AsSampledTurns, (ABORT(3),), {"requests": (conversation,), "model": ending, "seed": 1}),
+        (AsSampledTurns, (SYNC(5),), {"requests": (conversation,), "model": ending, "seed": 2}),
+        (AsSampled, (act(do.SYNC_TWICE, 1), act(do.LAG, 3, server="s1")), {"servers": 2}),
+        (AsSampled, (act(do.LOSE_REPLY, 2, steps=2), act(do.SYNC_FAILS, 4)), {}),
+        (PartialOffSurfaced, (ABORT(2),), {}),
+        (EngineKeep, (SYNC(2),), kept),
+        (AsSampled, (ABORT(2), act(do.SYNC_IDENTITY, 3)), {"requests": (R0, other)}),
+    ):
+        case = Case(
+            **{"flavour": "vllm", "requests": (R0,), "actions": actions, "model": MODEL, **more}
+        )
+        made = lambda client=client, case=case: run_case(client, case)  # noqa: E731
+        yield f"{client.__name__}, {', '.join(action.do for action in actions)}, {case.seed}", made
+
+
+def _engine_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    for experiment in (
+        *("plain", "offset", "opt-in", "resumed", "resent", "cached", "early"),
+        *("ends", "limit", "stops", "samples", "sampling", "temperature"),
+        *("streams", "refusals", "identity", "update-idle"),
+    ):
+        made = lambda experiment=experiment: (  # noqa: E731
+            run_experiments(fake_target("vllm"), only=[experiment]).traces[0]
+        )
+        yield experiment, made
+
+
 TRACES: dict[str, dict[str, Callable[[], Trace]]] = {
     "layout": dict(_layout_traces()),
     "batch": dict(_batch_traces()),
     "replay": dict(_replay_traces()),
     "routes": dict(_route_traces()),
+    "rollouts": dict(_rollout_traces()),
+    "engine": dict(_engine_traces()),
 }
 
 
 def outcomes_of(family: str, name: str) -> dict[str, list[str]]:
     """The outcomes of the changes of one trace."""
-    registry = default_registry().select([family])
+    registry = default_registry().select(_FAMILIES.get(family, [family]))
     return outcomes(TRACES[family][name](), registry, _CHANGES[family])
 
 
