@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rollproof.core.subjects import ReplaySubject as ReplaySubject
     from rollproof.core.subjects import RolloutSubject as RolloutSubject
     from rollproof.core.trace import Trace as Trace
+    from rollproof.corrections.correction_subject import CorrectionSubject as CorrectionSubject
+    from rollproof.corrections.correction_subject import correction_function as correction_function
     from rollproof.errors import CaseError as CaseError
     from rollproof.errors import ConformanceError as ConformanceError
     from rollproof.errors import ContractError as ContractError
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from rollproof.layouts.functions import LayoutSubject as LayoutSubject
     from rollproof.layouts.functions import layout_function as layout_function
     from rollproof.pytest_plugin.decorators import BatchConformance as BatchConformance
+    from rollproof.pytest_plugin.decorators import CorrectionConformance as CorrectionConformance
     from rollproof.pytest_plugin.decorators import EngineConformance as EngineConformance
     from rollproof.pytest_plugin.decorators import ReplayConformance as ReplayConformance
     from rollproof.pytest_plugin.decorators import (
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from rollproof.recording.recorder import record as record
     from rollproof.simulation.mutation_guard import lend as lend
     from rollproof.verification.batches import judge_batches as judge_batches
+    from rollproof.verification.corrections import judge_corrections as judge_corrections
     from rollproof.verification.layouts import judge_layouts as judge_layouts
     from rollproof.verification.replay import judge_replay as judge_replay
     from rollproof.verification.rollouts import run_conformance as run_conformance
@@ -74,6 +78,8 @@ if TYPE_CHECKING:
 # name's place.
 _HOMES = {
     "verification.batches": ("judge_batches",),
+    "verification.corrections": ("judge_corrections",),
+    "corrections.correction_subject": ("CorrectionSubject", "correction_function"),
     "verification.rollouts": ("run_conformance",),
     "core.case": ("Action", "ActionKind", "Case", "Trigger"),
     "judging.checks": (
@@ -113,6 +119,7 @@ _HOMES = {
     "core.subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
     "pytest_plugin.decorators": (
         "BatchConformance",
+        "CorrectionConformance",
         "EngineConformance",
         "ReplayConformance",
         "ReplayLayoutConformance",
@@ -137,6 +144,8 @@ __all__ = [
     "ConformanceError",
     "Contract",
     "ContractError",
+    "CorrectionConformance",
+    "CorrectionSubject",
     "EngineCall",
     "EngineConformance",
     "EngineOutput",
@@ -170,7 +179,9 @@ __all__ = [
     "UsageError",
     "Verdict",
     "conformance",
+    "correction_function",
     "judge_batches",
+    "judge_corrections",
     "judge_layouts",
     "judge_replay",
     "layout_function",

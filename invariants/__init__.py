@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollproof.invariants import (
     batch,
+    correction,
     engine,
     layout,
     lifecycle,
@@ -20,7 +21,18 @@ __all__ = ["CHECKS", "default_registry"]
 
 CHECKS: tuple[Check, ...] = tuple(
     engine.shared(check)
-    for family in (stitch, routes, versions, weights, lifecycle, batch, layout, replay, engine)
+    for family in (
+        stitch,
+        routes,
+        versions,
+        weights,
+        lifecycle,
+        batch,
+        layout,
+        replay,
+        correction,
+        engine,
+    )
     for check in family.CHECKS
 )
 """All checks in the order of a report. Those that hold for an engine that is driven directly judge

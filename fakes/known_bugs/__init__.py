@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rollproof.fakes.known_bugs import (
     batches,
+    corrections,
     engine_capture,
     engine_ends,
     engines,
@@ -49,5 +50,6 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *engines.BUGS,
     *engine_ends.BUGS,
     *replay.BUGS,
+    *corrections.BUGS,
 )
 """All known bugs, module by module."""

@@ -32,6 +32,7 @@ class What(StrEnum):
     TRAINER = "trainer"
     BATCHES = "batches"
     LAYOUTS = "layouts"
+    CORRECTIONS = "corrections"
     GAP = "gap"
 
 
@@ -41,6 +42,7 @@ _ABOUT = {
     What.TRAINER: "a trainer with routing replay",
     What.BATCHES: "the collation of samples into training batches",
     What.LAYOUTS: "functions that bring routed experts to the ranks of a trainer",
+    What.CORRECTIONS: "importance weights and masks for off-policy rollouts",
     What.GAP: "logprobs of rollout and trainer, side by side",
 }
 
@@ -138,7 +140,7 @@ def _refuse_options(
 
 def _ask_what() -> What:
     for name, about in _ABOUT.items():
-        typer.echo(f"  {name:<9} {about}")
+        typer.echo(f"  {name:<11} {about}")
     answer = typer.prompt("What is to be judged", default=str(What.ROLLOUTS))
     try:
         return What(answer)

@@ -62,10 +62,11 @@ class Target:
 
 def references() -> list[Target]:
     """Return the references that rollproof ships: clients, a conversion into batches, layout
-    functions, trainers with replay.
+    functions, trainers with replay, corrections.
     """
     from rollproof.fakes.clients.reference_clients import REFERENCES
     from rollproof.fakes.trainers.reference_batches import Collator
+    from rollproof.fakes.trainers.reference_corrections import REFERENCES as CORRECTIONS
     from rollproof.fakes.trainers.reference_layouts import MegatronLike
     from rollproof.fakes.trainers.reference_trainers import REFERENCES as TRAINERS
 
@@ -95,6 +96,10 @@ def references() -> list[Target]:
         *(
             Target(name=name, factory=factory, recipe={"reference": name}, about="replay")
             for name, factory in TRAINERS.items()
+        ),
+        *(
+            Target(name=name, factory=factory, recipe={"reference": name}, about="corrections")
+            for name, factory in CORRECTIONS.items()
         ),
     ]
 

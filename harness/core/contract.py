@@ -28,6 +28,7 @@ from rollproof.core.conventions import (
     TagRead,
     Versions,
 )
+from rollproof.core.correction_terms import CorrectionTerms
 from rollproof.core.engine_contract import LARGEST_TOKEN, EngineTerms
 from rollproof.core.error_text import show
 from rollproof.core.limits import RolloutLimits
@@ -129,6 +130,8 @@ class Contract:
         engine: The terms of an engine's calls, if the subject is an engine.
         replay: The terms of a trainer with routing replay. ``rollproof.core.trainer_contract``
             makes the contract of one.
+        correction: The terms of a correction for off-policy rollouts.
+            ``rollproof.corrections.correction_contract`` makes the contract of one.
     """
 
     rows: Rows
@@ -163,6 +166,7 @@ class Contract:
     provenance: Provenance | None = None
     engine: EngineTerms | None = None
     replay: ReplayTerms | None = None
+    correction: CorrectionTerms | None = None
 
     def __post_init__(self) -> None:
         problems = [*self._coerce(), *self._coerce_limits(), *self._missing()]
@@ -252,7 +256,7 @@ class Contract:
         data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, EngineTerms | ReplayTerms | RolloutLimits):
+            if isinstance(value, CorrectionTerms | EngineTerms | ReplayTerms | RolloutLimits):
                 value = value.to_dict()
             data[field.name] = list(value) if isinstance(value, tuple) else value
         return data
@@ -277,6 +281,8 @@ class Contract:
                 values[name] = tuple(values[name])
         if isinstance(values.get("replay"), Mapping):
             values["replay"] = ReplayTerms.from_dict(values["replay"])
+        if isinstance(values.get("correction"), Mapping):
+            values["correction"] = CorrectionTerms.from_dict(values["correction"])
         try:
             if isinstance(values.get("engine"), Mapping):
                 values["engine"] = EngineTerms(**values["engine"])

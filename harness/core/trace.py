@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollproof.core.contract import Contract
 from rollproof.core.events.base import Event
+from rollproof.core.events.corrections import Corrected
 from rollproof.core.events.layouts import Laid
 from rollproof.core.events.replay import Install, Outcome, Residue, Routing, Step
 from rollproof.core.events.rollout import (
@@ -71,6 +72,7 @@ _KINDS = (
     Outcome,
     Residue,
     Laid,
+    Corrected,
 )
 EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 
@@ -88,7 +90,8 @@ class Header:
         recipe: How to make the subject again: ``{"subject": "module:factory"}``, or ``{"stack":
             "verl", "version": "0.9.1"}``.
         about: The kind of subject: ``rollouts``, ``batches`` (``rollproof.verification.batches``),
-            ``replay`` (``rollproof.replay``) or ``layouts`` (``rollproof.layouts``).
+            ``replay`` (``rollproof.replay``), ``layouts`` (``rollproof.layouts``) or
+            ``corrections`` (``rollproof.corrections``).
     """
 
     subject: str

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rollproof.core.error_text import one_line
 from rollproof.core.events.base import Event
+from rollproof.core.events.corrections import Corrected
 from rollproof.core.events.layouts import Laid
 from rollproof.core.events.replay import Outcome, Step
 from rollproof.core.events.rollout import (
@@ -124,6 +125,10 @@ def _describe_training(event: Event) -> str:
     if isinstance(event, Laid):
         error = event.refused or event.misfit
         return f"{event.function} {'returned' if error is None else f'failed: {_shortened(error)}'}"
+    if isinstance(event, Corrected):
+        error = event.refused or event.misfit
+        outcome = "corrected" if error is None else f"failed: {_shortened(error)}"
+        return f"batch {event.name!r} {outcome}"
     return ""
 
 

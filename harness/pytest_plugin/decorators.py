@@ -28,6 +28,7 @@ from rollproof.verification.subject_kinds import KINDS, kind_of
 
 __all__ = [
     "BatchConformance",
+    "CorrectionConformance",
     "EngineConformance",
     "ReplayConformance",
     "ReplayLayoutConformance",
@@ -75,7 +76,7 @@ def conformance(
         flavours: the engine flavours to run on; default: all that fit the contract.
         expected: ids of checks that are known to fail, with the reason.
         about: the kind of subject if its class does not show it: ``rollouts``, ``batches``,
-            ``replay``, ``layouts`` or ``engines``.
+            ``replay``, ``layouts``, ``corrections`` or ``engines``.
 
     Raises ``UsageError`` for a profile, check or kind that does not exist, and for an async
     function.
@@ -224,6 +225,14 @@ class ReplayLayoutConformance(Conformance):
     """
 
     _about: ClassVar[str] = "layouts"
+
+
+class CorrectionConformance(Conformance):
+    """As ``RolloutConformance``, for a ``CorrectionSubject``: the function that turns logprobs into
+    importance weights, a mask and metrics.
+    """
+
+    _about: ClassVar[str] = "corrections"
 
 
 class EngineConformance(Conformance):

@@ -1,4 +1,4 @@
-"""Test files that need no choices: for batches, trainers, layout functions, and the gap."""
+"""Test files that need no choices: batches, trainers, layout functions, corrections, gaps."""
 
 from __future__ import annotations
 
@@ -190,6 +190,52 @@ class TestOurLayouts(rollproof.ReplayLayoutConformance):
     subject = OurLayouts
 '''
 
+_CORRECTIONS = '''\
+"""Are our importance weights those that we say? rollproof makes batches of awkward logprobs,
+lengths and masks, and compares weights, mask and metrics with an exact result.
+
+Run it with `pytest {file}`. It passes as it is: put your own function in the place of
+`truncated_weights`, at the marks (1) and (2).
+"""
+
+import numpy as np
+
+import rollproof
+from rollproof.corrections import Correction, correction_contract
+
+
+class OurCorrection:
+    """Joins our correction and rollproof."""
+
+    # (1) What your function promises: which ratio, at which level, with which bounds and
+    # rejections. arrays="torch" passes tensors. docs/corrections.md has all terms, and those
+    # of public stacks.
+    contract = correction_contract(
+        pair="old/rollout",
+        level="token",
+        upper=2.0,
+        masked="zero",
+        metrics={{"mean_weight": "weights-mean"}},
+    )
+
+    def correct(self, batch):
+        # (2) Call your own function with these (sequences, tokens) arrays: `batch.rollout`,
+        # `batch.old` and `batch.current` are logprobs, `batch.mask` says what is trained.
+        weights = truncated_weights(batch.old, batch.rollout, batch.mask)
+        mean = weights.sum() / max(batch.mask.sum(), 1)
+        return Correction(weights=weights, metrics={{"mean_weight": mean}})
+
+
+def truncated_weights(old, rollout, mask):
+    """Truncated importance sampling. It stands for your own function."""
+    ratio = np.exp(np.where(mask == 1, old - rollout, 0.0))
+    return np.minimum(ratio, 2.0) * mask
+
+
+class TestOurCorrection(rollproof.CorrectionConformance):
+    subject = OurCorrection
+'''
+
 _GAP = '''\
 """How far are the trainer's logprobs from those of the rollout, for the same tokens?
 
@@ -224,6 +270,12 @@ def test_the_trainer_scores_what_the_engine_sampled(rollproof_gap):
 '''
 
 PLAIN_FILES: Mapping[str, str] = MappingProxyType(
-    {"batches": _BATCHES, "trainer": _TRAINER, "layouts": _LAYOUTS, "gap": _GAP}
+    {
+        "batches": _BATCHES,
+        "trainer": _TRAINER,
+        "layouts": _LAYOUTS,
+        "corrections": _CORRECTIONS,
+        "gap": _GAP,
+    }
 )
 """Sources by style, with a place for the name of the file."""

@@ -22,6 +22,9 @@ __all__ = ["KillResult", "judge_bug", "known_bugs", "record_traces", "run_kill_m
 _MOST_CALLS = 70
 """Calls of a layout function; a larger small scope is thinned, so that 52 bugs take seconds."""
 
+_DRAWS = 2
+"""Batches of a correction for each situation: those of odd and of even numbers differ."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillResult:
@@ -136,6 +139,16 @@ def _record_layouts(bug: KnownBug) -> Iterator[Trace]:
     yield record_layouts(bug.make, name=bug.id, calls=calls)
 
 
+def _record_corrections(bug: KnownBug) -> Iterator[Trace]:
+    from rollproof.corrections.correction_cases import correction_cases
+    from rollproof.corrections.correction_subject import correction_terms_of
+    from rollproof.verification.corrections import record_corrections
+
+    terms = correction_terms_of(bug.make().contract)
+    cases = correction_cases(terms, draws=_DRAWS)
+    yield record_corrections(bug.make, name=bug.id, cases=cases)
+
+
 def _record_replay(bug: KnownBug) -> Iterator[Trace]:
     from rollproof.replay.driver import record_replay
 
@@ -154,6 +167,7 @@ _RECORDERS: Mapping[str, Callable[[KnownBug], Iterator[Trace]]] = {
     "rollouts": _record_rollouts,
     "batches": _record_batches,
     "layouts": _record_layouts,
+    "corrections": _record_corrections,
     "replay": _record_replay,
     "engines": _record_engines,
 }

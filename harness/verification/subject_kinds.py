@@ -44,6 +44,12 @@ def _layouts(factory: SubjectFactory, options: Options) -> Report:
     return layouts.run(factory, options)
 
 
+def _corrections(factory: SubjectFactory, options: Options) -> Report:
+    from rollproof.verification import corrections
+
+    return corrections.run(factory, options)
+
+
 def _engines(factory: SubjectFactory, options: Options) -> Report:
     from rollproof.verification import engines
 
@@ -55,6 +61,7 @@ _RUNNERS: Mapping[str, Callable[[SubjectFactory, Options], Report]] = {
     "batches": _batches,
     "replay": _replay,
     "layouts": _layouts,
+    "corrections": _corrections,
     "engines": _engines,
 }
 KINDS = tuple(_RUNNERS)
@@ -82,6 +89,8 @@ def kind_of(factory: SubjectFactory) -> str:
         return ROLLOUTS
     if hasattr(factory, "collate"):
         return "batches"
+    if hasattr(factory, "correct"):
+        return "corrections"
     if not hasattr(factory, "contract") and hasattr(factory, "layout"):
         return "layouts"
     contract = getattr(factory, "contract", None)

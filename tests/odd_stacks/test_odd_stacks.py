@@ -69,6 +69,15 @@ def test_unusual_layouts_are_not_blamed() -> None:
     assert 0 == rollproof.judge_layouts(indexed.Indexed).exit_code
 
 
+@pytest.mark.parametrize("name", ["PackedGeometric", "LogSpace"])
+def test_an_unusual_correction_is_not_blamed(name: str) -> None:
+    """Packed sequences of 16-bit logprobs; clamped logarithms, and NaN at masked places."""
+    pytest.importorskip("torch")
+    from tests.odd_stacks.bases import packed_correction
+
+    assert 0 == rollproof.judge_corrections(getattr(packed_correction, name)).exit_code
+
+
 def test_an_unusual_trainer_is_not_blamed() -> None:
     """Packed lines and sigmoid gates; targets are looked up by microbatch and layer."""
     pytest.importorskip("torch")

@@ -27,6 +27,7 @@ PUBLIC_MODULES: Mapping[str, str] = {
     "rollproof.contracts": "contracts of public stacks, to start from",
     "rollproof.contracts.stand_in": "a client that keeps any contract",
     "rollproof.layouts": "layouts of routing replay over ranks",
+    "rollproof.corrections": "corrections for off-policy rollouts: terms, records, subjects",
     "rollproof.replay.contract": "the contract of a trainer with routing replay",
     "rollproof.replay.terms": "the enums of that contract",
     "rollproof.replay.events": "what such a trainer gets and returns",
@@ -119,7 +120,8 @@ def api_page() -> Iterator[str]:
     yield (
         "# API\n\nWhat an adapter is written against; `help(rollproof.Rollout)` says the same in a"
         " Python prompt. Names without a module are those of `rollproof`. [contract.md](contract.md)"
-        " has the fields of the `Contract`, [replay.md](replay.md) those of trainers.\n"
+        " has the fields of the `Contract`, [replay.md](replay.md) those of trainers,"
+        " [corrections.md](corrections.md) those of corrections.\n"
     )
     yield "## What you write"
     yield from _class(
@@ -162,7 +164,12 @@ def api_page() -> Iterator[str]:
         "\n### Other kinds of subjects\n\n`help()` lists the arguments, which are those of"
         " `run_conformance` as far as they apply.\n"
     )
-    for function in (rollproof.judge_batches, rollproof.judge_replay, rollproof.judge_layouts):
+    for function in (
+        rollproof.judge_batches,
+        rollproof.judge_replay,
+        rollproof.judge_layouts,
+        rollproof.judge_corrections,
+    ):
         summary = one_line((function.__doc__ or "").partition("\n\n")[0])
         yield f"- `rollproof.{function.__name__}(factory, ...)`: {summary}"
     yield from _class(rollproof.EngineCall)

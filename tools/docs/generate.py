@@ -27,6 +27,7 @@ from rollproof.fakes.known_bugs import KNOWN_BUGS, KnownBug
 from rollproof.invariants import default_registry
 from rollproof.plugin import OPTIONS
 from tools.docs.api_page import api_page
+from tools.docs.corrections_page import corrections_page
 from tools.docs.docstrings import described_fields, markdown, one_line
 from tools.docs.engines_page import engines_page
 from tools.docs.enum_texts import enum_texts
@@ -188,6 +189,7 @@ PAGES = {
     "api.md": api_page,
     "checks.md": checks_page,
     "contract.md": contract_page,
+    "corrections.md": corrections_page,
     "http.md": http_page,
     "engines.md": engines_page,
     "gpu.md": gpu_page,
