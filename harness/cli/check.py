@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from rollproof.cli.follow import alarm_dict
+from rollproof.cli.follow import follow as follow_traces
 from rollproof.cli.output import (
     ByteMeter,
     Github,
@@ -23,11 +25,12 @@ from rollproof.cli.output import (
 from rollproof.cli.parallel import processors
 from rollproof.cli.unit_workers import Unit, judge_here, judge_in_processes
 from rollproof.core.source_location import SourceLocation
-from rollproof.errors import TraceError
+from rollproof.errors import TraceError, UsageError
 from rollproof.judging.checks import Check, CheckResult, Verdict
 from rollproof.judging.judge import Tally
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import NOT_EXERCISED, WIDTH, Line, Style, report_lines, wrapped
+from rollproof.verification.followed import Alarm
 from rollproof.verification.judged_files import COPY, FilesJudged, UnitSettings, Unjudged
 from rollproof.verification.trace_files import TraceFiles, find_traces, sample_of, since_of
 
@@ -83,6 +86,24 @@ def check(
             help="Let checks pass on what an unfinished file has: its writer runs, or was killed.",
         ),
     ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Judge while traces are written, and report each finding at once; ends when the"
+            " writers close the files, or with Ctrl-C. --json then writes one object a line.",
+        ),
+    ] = False,
+    metrics: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="With --follow: serve counts for Prometheus on this port of 127.0.0.1.",
+        ),
+    ] = None,
     jobs: Jobs = None,
     json_target: JsonTarget = None,
     report: ReportTargets = None,
@@ -97,6 +118,20 @@ def check(
     --unfinished-ok; requests that were open at its end do not count as hanging.
     """
     output = Output(json_target, report, github=github)
+    if metrics is not None and not follow:
+        raise UsageError("--metrics counts what happens while a trace is followed: add --follow.")
+    if follow:
+        if since is not None or sample is not None or jobs is not None:
+            raise UsageError("--follow judges everything, in one process: omit the other options.")
+        settings = UnitSettings(
+            only=tuple(only or ()),
+            fail_fast=fail_fast,
+            name_files=len(traces) > 1 or traces[0].is_dir(),
+        )
+        judged = FilesJudged(tally=Tally(settings.registry()), unfinished_ok=unfinished_ok)
+        _follow(output, traces, settings, judged, metrics)
+        alone = traces[0] if len(traces) == 1 and not traces[0].is_dir() else None
+        return _show(output, judged, alone, verbose=verbose)
     files = find_traces(
         traces,
         since=None if since is None else since_of(since),
@@ -108,7 +143,28 @@ def check(
         _judge(files, settings, judged, meter, processors() if jobs is None else jobs)
     if not judged.headers:
         raise TraceError(judged.unjudged[0].error)
-    return _show(output, judged, files, verbose=verbose)
+    alone = Path(files.paths[0]) if len(files) == 1 else None
+    return _show(output, judged, alone, notes=files.notes, verbose=verbose)
+
+
+def _follow(
+    output: Output,
+    paths: Sequence[Path],
+    settings: UnitSettings,
+    judged: FilesJudged,
+    metrics: int | None,
+) -> None:
+    """Judge traces while they are written."""
+
+    def tell(alarm: Alarm, line: Line) -> None:
+        output.lines([line])
+        output.json_line(alarm_dict(alarm))
+
+    output.json_by_line()
+    follow_traces(paths, settings, judged, alarm=tell, say=output.say, metrics=metrics)
+    if not judged.headers:
+        error = judged.unjudged[0].error if judged.unjudged else "No trace was written."
+        raise TraceError(error)
 
 
 def _judge(
@@ -149,14 +205,20 @@ def _units(files: TraceFiles) -> list[Unit]:
     return units
 
 
-def _show(output: Output, judged: FilesJudged, files: TraceFiles, *, verbose: bool) -> int:
-    """Show the report, and return the exit code."""
-    report = judged.report(files.notes)
+def _show(
+    output: Output,
+    judged: FilesJudged,
+    alone: Path | None,
+    *,
+    notes: Sequence[str] = (),
+    verbose: bool,
+) -> int:
+    """Show the report, and return the exit code. ``alone`` is the only file, if there is one."""
+    report = judged.report(notes)
     data = report.to_dict()
     data["inputs"] = judged.inputs()
-    if len(files) == 1:  # of several files each finding says which one it is in
-        file = SourceLocation(file=Path(files.paths[0]).resolve(), line=1)
-        data["location"] = file.to_dict(Path.cwd())
+    if alone is not None:  # of several files each finding says which one it is in
+        data["location"] = SourceLocation(file=alone.resolve(), line=1).to_dict(Path.cwd())
     output.lines(report_lines(data, verbose=verbose, gather=True, width=output.width))
     output.lines(
         summary_lines(

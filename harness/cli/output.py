@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self, TypeAlias
+from typing import IO, Annotated, Any, Self, TypeAlias
 
 import typer
 from rich.console import Console
@@ -27,6 +28,7 @@ from rich.text import Text
 
 from rollproof.cli.completions import complete_checks
 from rollproof.cli.safe_stdio import stdout_failure
+from rollproof.core.checksums import with_checksum
 from rollproof.core.files import check_target, keep_text, write_or_keep
 from rollproof.core.progress import Progress
 from rollproof.errors import UsageError
@@ -132,6 +134,7 @@ class Output:
         self._report_targets = tuple(report_targets or ())
         self._github = on_github() if github is None else github
         self._misplaced = False
+        self._lines: IO[str] | None = None
         if json_target == "-" and (failure := stdout_failure()) is not None:
             raise UsageError(
                 f"--json - writes to standard output, which cannot be written: {failure}. Name a"
@@ -184,6 +187,11 @@ class Output:
         """
         if self._json_target is None:
             return
+        if self._lines is not None:
+            self.json_line({"report": with_checksum(data)})
+            if self._lines is not sys.stdout:
+                self._lines.close()
+            return
         text = json_text(data)
         if self._json_target != "-":
             trouble = write_or_keep(Path(self._json_target), text)
@@ -200,6 +208,29 @@ class Output:
                 )
             )
         self._report_trouble(trouble)
+
+    def json_by_line(self) -> None:
+        """Write JSON to the target of ``--json`` object by object, one a line, as it comes."""
+        if self._json_target == "-":
+            self._lines = sys.stdout
+        elif self._json_target is not None:
+            try:
+                self._lines = Path(self._json_target).open("w", encoding="utf-8")  # noqa: SIM115 - `json` closes it
+            except OSError as error:
+                raise UsageError(f"Cannot write {self._json_target}: {error.strerror}.") from error
+
+    def json_line(self, data: Mapping[str, Any]) -> None:
+        """Write one object, if ``json_by_line`` was called and there is a target."""
+        if self._lines is None:
+            return
+        try:
+            self._lines.write(json.dumps(data) + "\n")
+            # whoever reads the lines waits for them
+            self._lines.flush()
+        except OSError as error:
+            if self._lines is sys.stdout:
+                raise
+            self._report_trouble(f"The JSON could not be written: {error.strerror}.")
 
     def report(
         self,

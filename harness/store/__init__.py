@@ -16,11 +16,13 @@ from rollproof.core.events.base import Event
 from rollproof.core.trace import Header
 from rollproof.errors import TraceError
 from rollproof.store.arrow_format import TraceReader, TraceWriter
+from rollproof.store.growing import GrowingTrace
 from rollproof.store.json_format import JsonTrace, dump_trace, load_trace
 from rollproof.store.stream import CONTINUATION, Ending, open_file
 
 __all__ = [
     "Ending",
+    "GrowingTrace",
     "TraceReader",
     "TraceSource",
     "TraceWriter",

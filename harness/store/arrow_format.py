@@ -33,7 +33,7 @@ from rollproof.store.stream import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["TraceReader", "TraceWriter"]
+__all__ = ["TraceReader", "TraceWriter", "read_batch"]
 
 BATCH_BYTES = 4 << 20
 BATCH_EVENTS = 256
@@ -255,7 +255,7 @@ class TraceReader:
             for batch in stream.batches():
                 place = BatchPlace(offset=stream.offset, number=stream.state.batches - 1)
                 self.offset = place.offset
-                yield place, _read(stream, batch)
+                yield place, read_batch(stream, batch)
             self.ending = stream.ending
 
     def batches_at(
@@ -276,7 +276,7 @@ class TraceReader:
                     )
                 episodes: list[Any] = batch.column(0).to_pylist()
                 rows: list[tuple[int, Header | Event]] = list(
-                    zip(episodes, _read(stream, batch), strict=True)
+                    zip(episodes, read_batch(stream, batch), strict=True)
                 )
                 yield rows
 
@@ -285,7 +285,7 @@ class TraceReader:
             yield from rows
 
 
-def _read(stream: Stream, batch: pa.RecordBatch) -> Iterator[Header | Event]:
+def read_batch(stream: Stream, batch: pa.RecordBatch) -> Iterator[Header | Event]:
     """Yield the rows of a batch, and count them."""
     rows = read_rows(batch)
     while True:

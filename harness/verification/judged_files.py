@@ -5,12 +5,13 @@ another machine, can return, and the sum of all units.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Result, Submit
 from rollproof.core.trace import Header
 from rollproof.errors import RollproofError, TraceVersionError, UsageError
@@ -19,7 +20,8 @@ from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.judge import Judge, Tally
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
-from rollproof.store import open_trace
+from rollproof.judging.situations import ReplaySituationCounter, SituationCounter
+from rollproof.store import TraceSource, open_trace
 from rollproof.verification.reports import situations_of
 from rollproof.verification.traces import oracle_of
 
@@ -29,6 +31,7 @@ __all__ = [
     "FilesJudged",
     "FoundPlace",
     "JudgedUnit",
+    "UnitJudge",
     "UnitSettings",
     "Unjudged",
     "judge_unit",
@@ -140,7 +143,7 @@ def judge_unit(
         settings: How they are judged.
         progress: Called now and then with the bytes of the current file that were read.
     """
-    unit = _Unit(settings)
+    unit = UnitJudge(settings)
     for path in paths:
         unit.add(path, progress)
         if unit.done.stopped:
@@ -148,13 +151,20 @@ def judge_unit(
     return unit.result()
 
 
-class _Unit:
-    """A unit that is being judged."""
+class UnitJudge:
+    """Judges the files of a unit, event by event.
+
+    done: What was found so far; ``result`` completes it.
+    """
 
     def __init__(self, settings: UnitSettings) -> None:
         self._settings = settings
         self._tally = Tally(settings.registry())
         self._exercised: Counter[str] = Counter()
+        self._judge: Judge | None = None
+        self._situations: SituationCounter | ReplaySituationCounter | None = None
+        self._path, self._episode = "", -1
+        self._before: dict[str, int] = {}
         self.done = JudgedUnit()
 
     def result(self) -> JudgedUnit:
@@ -165,63 +175,100 @@ class _Unit:
 
     def add(self, path: str, progress: Callable[[int], None] | None) -> None:
         """Judge every episode of a file."""
-        done = self.done
-        done.files += 1
-        episode = 0
-        before = {name: len(item.findings) for name, item in self._tally.collectors.items()}
+        self.begin_file(path)
+        error = None
+        closed = True
         try:
             reader = open_trace(path)
             if not reader.sealed:
-                done.unsealed.append(path)
-            for episode, (header, events) in enumerate(reader.episodes()):
-                self._begin(header)
-                judge = Judge(header, self._tally, oracle_of(header))
-                situations = situations_of(header.about, header)
-                samples = header.about != "rollouts"
-                for event in events:
-                    kind = type(event)
-                    samples = samples or kind is Submit
-                    judge.feed(event)
-                    situations.event(event)
-                    done.events += 1
-                    if kind is Result:
-                        if progress is not None:
-                            progress(reader.offset)
-                        if self._settings.fail_fast and self._has_found():
-                            done.stopped = True
-                            break
-                done.has_samples |= samples
-                self._exercised.update(situations.counts)
-                # The writer of an unfinished file was killed, or still runs: what it did not
-                # write must not count as a hang.
-                if not done.stopped and (reader.ending is None or reader.ending.closed):
-                    judge.finish()
-                self._locate(path, episode)
-                done.stopped |= self._settings.fail_fast and self._has_found()
-                if done.stopped:
+                self.done.unsealed.append(path)
+            for header, events in reader.episodes():
+                self.begin(header)
+                self._take_all(events, reader, progress)
+                closed = reader.ending is None or reader.ending.closed
+                self.end(finished=closed and not self.done.stopped)
+                if self.done.stopped:
                     break
-            if reader.ending is not None and not reader.ending.closed:
-                done.unfinished.append(f"{path}: {reader.ending}")
-        except RollproofError as error:
-            self._locate(path, episode)
-            reason = _reason(path, error)
-            done.unjudged.append(Unjudged(path=path, reason=reason, error=str(error)))
-        if self._settings.name_files:
-            self._name(path, before)
+            if not closed:
+                self.done.unfinished.append(f"{path}: {reader.ending}")
+        except RollproofError as refused:
+            error = refused
+        self.end_file(error)
 
-    def _begin(self, header: Header) -> None:
+    def _take_all(
+        self, events: Iterator[Event], reader: TraceSource, progress: Callable[[int], None] | None
+    ) -> None:
+        for event in events:
+            self.take(event)
+            if type(event) is Result:
+                if progress is not None:
+                    progress(reader.offset)
+                if self._settings.fail_fast and self.has_found():
+                    self.done.stopped = True
+                    return
+
+    def begin_file(self, path: str) -> None:
+        """Note which file the next episodes are in."""
+        self.done.files += 1
+        self._path, self._episode = path, -1
+        self._before = {name: len(item.findings) for name, item in self._tally.collectors.items()}
+
+    def begin(self, header: Header) -> None:
+        """Begin an episode. Raises ``RollproofError`` if its header describes nothing possible."""
+        self._episode += 1
         done = self.done
         if not done.headers:
             done.profile, done.seed = header.profile, header.seed
         done.headers += 1
         if header.subject not in done.subjects and len(done.subjects) < _SUBJECTS:
             done.subjects.append(header.subject)
+        done.has_samples |= header.about != "rollouts"
+        self._judge = Judge(header, self._tally, oracle_of(header))
+        self._situations = situations_of(header.about, header)
 
-    def _has_found(self) -> bool:
+    def take(self, event: Event) -> None:
+        """Take one event of the episode."""
+        if self._judge is None or self._situations is None:
+            return
+        self.done.has_samples |= type(event) is Submit
+        self._judge.feed(event)
+        self._situations.event(event)
+        self.done.events += 1
+
+    def end(self, *, finished: bool) -> None:
+        """End an episode. The writer of one that is not ``finished`` was killed, or still runs:
+        what it did not write must not count as a hang.
+        """
+        if self._judge is None or self._situations is None:
+            return
+        self._exercised.update(self._situations.counts)
+        if finished:
+            self._judge.finish()
+        self._judge = self._situations = None
+        self._locate()
+        self.done.stopped |= self._settings.fail_fast and self.has_found()
+
+    def end_file(self, error: RollproofError | None = None) -> None:
+        """End a file, which could not be read further because of an ``error``."""
+        if error is not None:
+            reason = _reason(self._path, error)
+            self.done.unjudged.append(Unjudged(path=self._path, reason=reason, error=str(error)))
+            self.end(finished=False)
+        if self._settings.name_files:
+            self.name_file()
+
+    def has_found(self) -> bool:
+        """Return whether a check has found something."""
         return any(collector.found for collector in self._tally.collectors.values())
 
-    def _locate(self, path: str, episode: int) -> None:
+    @property
+    def tally(self) -> Tally:
+        """The results so far."""
+        return self._tally
+
+    def _locate(self) -> None:
         """Note where the first findings, and the most, of the checks are."""
+        path, episode = self._path, max(self._episode, 0)
         for check_id, collector in self._tally.collectors.items():
             request, count = collector.take_worst()
             if not collector.found:
@@ -234,12 +281,14 @@ class _Unit:
                     path=path, episode=episode, request=request, count=count
                 )
 
-    def _name(self, path: str, before: Mapping[str, int]) -> None:
-        """Put the file into the findings that were added since ``before``."""
+    def name_file(self) -> None:
+        """Put the file into the findings that it added."""
         for check_id, collector in self._tally.collectors.items():
-            for place in range(before.get(check_id, 0), len(collector.findings)):
+            for place in range(self._before.get(check_id, 0), len(collector.findings)):
                 finding = collector.findings[place]
-                collector.findings[place] = replace(finding, where={**finding.where, "file": path})
+                where = {**finding.where, "file": self._path}
+                collector.findings[place] = replace(finding, where=where)
+            self._before[check_id] = len(collector.findings)
 
 
 def _reason(path: str, error: RollproofError) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from rollproof.errors import UsageError
 
-__all__ = ["ENDINGS", "Sample", "TraceFiles", "find_traces", "sample_of", "since_of"]
+__all__ = ["ENDINGS", "Sample", "TraceFiles", "find_traces", "sample_of", "since_of", "walk"]
 
 ENDINGS = (".arrow", ".json")
 """Endings of the files of a folder that are taken for traces."""
@@ -95,7 +95,7 @@ def find_traces(
     others = 0
     for path in paths:
         if path.is_dir():
-            for name in _walk(path):
+            for name in walk(path):
                 if name.endswith(ENDINGS):
                     found.append(name)
                 else:
@@ -160,7 +160,7 @@ def sample_of(text: str) -> Sample:
     raise UsageError(f"--sample takes a number of files (100) or a share (5%), not {text!r}.")
 
 
-def _walk(folder: Path) -> Iterator[str]:
+def walk(folder: Path) -> Iterator[str]:
     """Yield the files of a folder, sorted. Raises ``UsageError`` if a folder cannot be read."""
 
     def refuse(error: OSError) -> None:
@@ -217,7 +217,7 @@ def _of_equal_size(sizes: Sequence[int]) -> Iterator[Iterable[int]]:
 
 def _ends_of(path: str, size: int) -> bytes | None:
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - see _walk
+        with open(path, "rb") as file:  # noqa: PTH123 - see walk
             digest = blake2b(file.read(_ENDS), digest_size=8)
             file.seek(max(0, size - _ENDS))
             digest.update(file.read(_ENDS))
@@ -237,14 +237,14 @@ def _same(a: str, b: str) -> bool:
 
 def _changed(path: str) -> float:
     try:
-        return os.stat(path).st_mtime  # noqa: PTH116 - see _walk
+        return os.stat(path).st_mtime  # noqa: PTH116 - see walk
     except OSError:
         return float("inf")
 
 
 def _size(path: str) -> int:
     try:
-        return os.stat(path).st_size  # noqa: PTH116 - see _walk
+        return os.stat(path).st_size  # noqa: PTH116 - see walk
     except OSError:
         return -1
 
