@@ -187,6 +187,14 @@ def lowest(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Run the tests that need Ray: its wheel alone is as large as all other packages of `cpu`."""
+    install(session, "test")
+    session.install(*PROJECT["project"]["optional-dependencies"]["ray"])
+    session.run("pytest", *(session.posargs or ["tests/cli/test_ray.py"]))
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Damage what readers, commands and endpoints take, a minute each, and list what broke.
 

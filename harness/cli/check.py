@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -19,11 +19,12 @@ from rollproof.cli.output import (
     JsonTarget,
     Only,
     Output,
+    RayAddress,
     ReportTargets,
     Verbose,
 )
 from rollproof.cli.parallel import processors
-from rollproof.cli.unit_workers import Unit, judge_here, judge_in_processes
+from rollproof.cli.unit_workers import Unit, judge_here, judge_in_processes, judge_on_ray
 from rollproof.core.source_location import SourceLocation
 from rollproof.errors import TraceError, UsageError
 from rollproof.judging.checks import Check, CheckResult, Verdict
@@ -31,7 +32,13 @@ from rollproof.judging.judge import Tally
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import NOT_EXERCISED, WIDTH, Line, Style, report_lines, wrapped
 from rollproof.verification.followed import Alarm
-from rollproof.verification.judged_files import COPY, FilesJudged, UnitSettings, Unjudged
+from rollproof.verification.judged_files import (
+    COPY,
+    FilesJudged,
+    JudgedUnit,
+    UnitSettings,
+    Unjudged,
+)
 from rollproof.verification.trace_files import TraceFiles, find_traces, sample_of, since_of
 
 __all__ = ["check", "summary_lines"]
@@ -105,6 +112,7 @@ def check(
         ),
     ] = None,
     jobs: Jobs = None,
+    ray: RayAddress = None,
     json_target: JsonTarget = None,
     report: ReportTargets = None,
     github: Github = None,
@@ -120,8 +128,10 @@ def check(
     output = Output(json_target, report, github=github)
     if metrics is not None and not follow:
         raise UsageError("--metrics counts what happens while a trace is followed: add --follow.")
+    if ray is not None and jobs is not None:
+        raise UsageError("Give --jobs or --ray, not both: the cluster has its own workers.")
     if follow:
-        if since is not None or sample is not None or jobs is not None:
+        if (since, sample, jobs, ray) != (None, None, None, None):
             raise UsageError("--follow judges everything, in one process: omit the other options.")
         settings = UnitSettings(
             only=tuple(only or ()),
@@ -140,7 +150,11 @@ def check(
     settings = UnitSettings(only=tuple(only or ()), fail_fast=fail_fast, name_files=len(files) > 1)
     judged = FilesJudged(tally=Tally(settings.registry()), unfinished_ok=unfinished_ok)
     with ByteMeter(files.bytes, "judging") as meter:
-        _judge(files, settings, judged, meter, processors() if jobs is None else jobs)
+        if ray is None:
+            results = _results(files, settings, meter, processors() if jobs is None else jobs)
+        else:
+            results = judge_on_ray(_units(files), settings, meter, address=ray)
+        _sum(results, files, judged)
     if not judged.headers:
         raise TraceError(judged.unjudged[0].error)
     alone = Path(files.paths[0]) if len(files) == 1 else None
@@ -167,21 +181,19 @@ def _follow(
         raise TraceError(error)
 
 
-def _judge(
-    files: TraceFiles,
-    settings: UnitSettings,
-    judged: FilesJudged,
-    progress: Callable[[int], None],
-    jobs: int,
-) -> None:
-    """Add what is found in each file, up to the first finding if that ends the run."""
+def _results(
+    files: TraceFiles, settings: UnitSettings, progress: Callable[[int], None], jobs: int
+) -> Generator[JudgedUnit]:
+    """Yield what is found in each unit, judged by up to ``jobs`` processes."""
     units = _units(files)
     jobs = min(jobs, len(units))
-    small = files.bytes < _SMALL_BYTES and len(files) < _SMALL_FILES
-    if jobs == 1 or small:
-        results = judge_here(units, settings, progress)
-    else:
-        results = judge_in_processes(units, settings, progress, jobs=jobs)
+    if jobs == 1 or (files.bytes < _SMALL_BYTES and len(files) < _SMALL_FILES):
+        return judge_here(units, settings, progress)
+    return judge_in_processes(units, settings, progress, jobs=jobs)
+
+
+def _sum(results: Generator[JudgedUnit], files: TraceFiles, judged: FilesJudged) -> None:
+    """Add what is found in each file, up to the first finding if that ends the run."""
     with closing(results):
         for result in results:
             judged.add(result)

@@ -48,6 +48,7 @@ __all__ = [
     "Meter",
     "Only",
     "Output",
+    "RayAddress",
     "ReportTargets",
     "Verbose",
 ]
@@ -102,6 +103,14 @@ Jobs: TypeAlias = Annotated[
         metavar="N",
         min=1,
         help="Number of worker processes; default: the number of processors.",
+    ),
+]
+RayAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Spread the work over the Ray cluster at this address; `local` starts one here.",
     ),
 ]
 

@@ -37,7 +37,7 @@ from rollproof.verification.options import ROLLOUTS, Options
 from rollproof.verification.runner import name_of
 from rollproof.verification.subject_kinds import run
 
-__all__ = ["Settings", "judge_all", "processors"]
+__all__ = ["Outcome", "Settings", "judge_all", "judge_recipe", "processors", "unpacked"]
 
 _REPORT_INTERVAL = 0.2
 """Seconds between two progress messages of a worker."""
@@ -106,7 +106,7 @@ class _Message(NamedTuple):
     progress: Progress | None = None
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """What a worker returns: the report without its results, and those as plain values.
 
     A check holds functions, which cannot be pickled, so it travels as its id.
@@ -172,7 +172,7 @@ class _Pool:
     def _finished(self) -> list[Report]:
         return [self._reports[number] for number in sorted(self._reports)]
 
-    def _collect(self, futures: dict[Future[_Outcome], int], messages: _Messages) -> None:
+    def _collect(self, futures: dict[Future[Outcome], int], messages: _Messages) -> None:
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, _REPORT_INTERVAL, FIRST_COMPLETED)
@@ -180,7 +180,7 @@ class _Pool:
                 self._show(messages.get())
             for future in sorted(done, key=futures.__getitem__):
                 number, outcome = futures[future], future.result()
-                report = _unpacked(outcome)
+                report = unpacked(outcome)
                 if outcome.interrupted:
                     raise Interrupted(report)
                 self._reports[number] = report
@@ -246,6 +246,11 @@ def _judge(target: Target, settings: Settings, progress: Callable[[Progress], No
         ) from error
 
 
+def judge_recipe(recipe: Mapping[str, Any], settings: Settings) -> Outcome:
+    """Judge the target of a recipe, in whatever process this is."""
+    return packed(_judge(target_of_recipe(recipe), settings, lambda _: None), interrupted=False)
+
+
 class _Worker:
     """The state of a worker process, set by the pool's initializer."""
 
@@ -269,7 +274,7 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _work(number: int, recipe: Mapping[str, Any]) -> _Outcome:
+def _work(number: int, recipe: Mapping[str, Any]) -> Outcome:
     """Judge the target of a recipe in this worker."""
     settings, messages, pid = _Worker.settings, _Worker.messages, os.getpid()
     messages.put(_Message(number, pid))
@@ -286,9 +291,9 @@ def _work(number: int, recipe: Mapping[str, Any]) -> _Outcome:
     try:
         target = target_of_recipe(recipe)
         _exit_without_progress(target.about)
-        return _packed(_judge(target, settings, report_progress), interrupted=False)
+        return packed(_judge(target, settings, report_progress), interrupted=False)
     except Interrupted as interrupt:  # a subject raised KeyboardInterrupt
-        return _packed(interrupt.reports[0], interrupted=True)
+        return packed(interrupt.reports[0], interrupted=True)
     except RollproofError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a subject raises
@@ -309,7 +314,7 @@ def _exit_without_progress(about: str) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
-def _packed(report: Report, *, interrupted: bool) -> _Outcome:
+def packed(report: Report, *, interrupted: bool) -> Outcome:
     names = (
         "verdict",
         "reason",
@@ -325,10 +330,11 @@ def _packed(report: Report, *, interrupted: bool) -> _Outcome:
         {"check": result.id, **{name: getattr(result, name) for name in names}}
         for result in report.results
     ]
-    return _Outcome(replace(report, results=()), results, interrupted)
+    return Outcome(replace(report, results=()), results, interrupted)
 
 
-def _unpacked(outcome: _Outcome) -> Report:
+def unpacked(outcome: Outcome) -> Report:
+    """Return the report of an outcome, with the checks that it names."""
     registry = default_registry()
     results = tuple(
         CheckResult(**{**result, "check": registry[result["check"]]}) for result in outcome.results

@@ -1,5 +1,5 @@
-"""Judge units of trace files in this process or in worker processes: same results, in their order,
-whoever judges them.
+"""Judge units of trace files in this process, in worker processes or on a Ray cluster: same
+results, in their order, whoever judges them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import islice
 from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeAlias
 
+from rollproof.cli.ray_cluster import ray_cluster
+from rollproof.errors import UsageError
 from rollproof.verification.judged_files import (
     DIED,
     JudgedUnit,
@@ -25,7 +28,7 @@ from rollproof.verification.judged_files import (
     judge_unit,
 )
 
-__all__ = ["Unit", "judge_here", "judge_in_processes"]
+__all__ = ["Unit", "judge_here", "judge_in_processes", "judge_on_ray"]
 
 _REPORT_INTERVAL = 0.2
 """Seconds between two messages of a worker."""
@@ -78,6 +81,54 @@ def judge_in_processes(
     twice, is unjudged. No worker is left behind.
     """
     return _Pool(units, settings, progress, jobs).results()
+
+
+def judge_on_ray(
+    units: Iterable[Unit],
+    settings: UnitSettings,
+    progress: Callable[[int], None],
+    *,
+    address: str,
+) -> Generator[JudgedUnit]:
+    """Yield what is found in each unit, in order, judged by the workers of a Ray cluster.
+
+    If a worker is lost, Ray judges its unit again. Raises as ``ray_cluster``.
+    """
+    done = 0
+    with ray_cluster(address) as cluster:
+        for outcome in cluster.ordered(_judge_seen, ((unit, settings) for unit in units)):
+            unit: Unit = outcome.arguments[0]
+            if outcome.result is not None:
+                yield outcome.result
+            else:
+                alone = ((Unit((path,), 0), settings) for path in unit.paths)
+                for single in cluster.ordered(_judge_seen, alone):
+                    yield single.result or _died(single.arguments[0].paths[0])
+            done += unit.size
+            progress(done)
+
+
+def _judge_seen(unit: Unit, settings: UnitSettings) -> JudgedUnit:
+    """Judge a unit on a node of a cluster, which must see its files."""
+    for path in unit.paths:
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise UsageError(
+                f"A worker of the cluster does not see {folder}: put traces on a file system that"
+                " all nodes mount."
+            )
+    return judge_unit(unit.paths, settings)
+
+
+def _died(path: str) -> JudgedUnit:
+    """Return what is known of a file that ended each process that judged it."""
+    error = (
+        f"{path}: the process that judged it died each time: it ran out of memory, or was ended."
+        " `rollproof check --jobs 1` shows why."
+    )
+    item = Unjudged(path=path, reason=DIED, error=error)
+    totals: dict[str, object] = {"checks": {}, "ruled_out": {}, "traces": 0}
+    return JudgedUnit(files=1, unjudged=[item], totals=totals)
 
 
 class _Pool:
@@ -135,15 +186,7 @@ class _Pool:
             yield result
             return
         for path in unit.paths:
-            alone = self._alone((path,))
-            if alone is None:
-                error = (
-                    f"{path}: the process that judged it died, twice: it ran out of memory, or was"
-                    " ended. `rollproof check --jobs 1` shows why."
-                )
-                item = Unjudged(path=path, reason=DIED, error=error)
-                alone = JudgedUnit(files=1, unjudged=[item], totals=_nothing())
-            yield alone
+            yield self._alone((path,)) or _died(path)
 
     def _alone(self, paths: Sequence[str]) -> JudgedUnit | None:
         with _workers(1) as (pool, messages):
@@ -177,10 +220,6 @@ def _submitted(
         future: Future[JudgedUnit] = Future()
         future.set_exception(error)
         return future
-
-
-def _nothing() -> dict[str, object]:
-    return {"checks": {}, "ruled_out": {}, "traces": 0}
 
 
 @contextmanager

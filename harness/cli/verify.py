@@ -29,10 +29,12 @@ from rollproof.cli.output import (
     Meter,
     Only,
     Output,
+    RayAddress,
     ReportTargets,
     Verbose,
 )
 from rollproof.cli.parallel import Settings, judge_all, processors
+from rollproof.cli.ray_targets import judge_all_on_ray
 from rollproof.core.files import check_folder, check_target
 from rollproof.core.source_location import source_location
 from rollproof.errors import UsageError
@@ -164,6 +166,7 @@ def verify(
     ] = Path(".rollproof"),
     verbose: Verbose = False,
     jobs: Jobs = None,
+    ray: RayAddress = None,
 ) -> int:
     """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a
     small scope, then random ones.
@@ -176,6 +179,8 @@ def verify(
     # Everything that can be refused is refused before the run, which may take hours.
     output = Output(json_target, report, github=github)
     check_folder(witness_dir)
+    if ray is not None and jobs is not None:
+        raise UsageError("Give --jobs or --ray, not both: the cluster has its own workers.")
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
     expected_failures = _read_expected(expected, accept=accept)
@@ -207,9 +212,12 @@ def verify(
     )
     try:
         with Meter() as meter:
-            reports = judge_all(
-                targets, settings, meter, jobs=processors() if jobs is None else jobs
-            )
+            if ray is not None:
+                reports = judge_all_on_ray(targets, settings, meter, address=ray)
+            else:
+                reports = judge_all(
+                    targets, settings, meter, jobs=processors() if jobs is None else jobs
+                )
     except Interrupted as interrupt:
         # Ctrl-C: show the verdicts so far, then end as interrupted.
         if interrupt.reports:

@@ -6,9 +6,10 @@ import os
 import signal
 from pathlib import Path
 
+from rollproof.cli.unit_workers import Unit
 from rollproof.verification.judged_files import JudgedUnit, UnitSettings, judge_unit
 
-__all__ = ["work"]
+__all__ = ["judge", "work"]
 
 
 def work(number: int, paths: tuple[str, ...], settings: UnitSettings) -> JudgedUnit:
@@ -20,3 +21,8 @@ def work(number: int, paths: tuple[str, ...], settings: UnitSettings) -> JudgedU
         if path.endswith("deadly.json"):
             os.kill(os.getpid(), signal.SIGKILL)
     return judge_unit(paths, settings)
+
+
+def judge(unit: Unit, settings: UnitSettings) -> JudgedUnit:
+    """As ``work``, on a Ray cluster."""
+    return work(0, unit.paths, settings)
