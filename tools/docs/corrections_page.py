@@ -42,7 +42,7 @@ class MyCorrection:
         pair="old/rollout", level="token", upper=2.0, arrays="torch", metrics={"is_mean": "weights-mean"}
     )  # fmt: skip
 
-    def correct(self, batch):  # batch.rollout, .old, .current, .mask, .advantages, .groups, .versions
+    def correct(self, batch):  # also has .current, .advantages, .groups and .versions
         with torch.no_grad():
             weights = torch.exp((batch.old - batch.rollout) * batch.mask).clamp(max=2.0)
         mean = (weights * batch.mask).sum() / batch.mask.sum()
