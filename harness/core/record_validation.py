@@ -16,7 +16,9 @@ import numpy as np
 
 from rollproof.core.error_text import show
 from rollproof.core.json_codec import misfit_of
+from rollproof.core.number_arrays import FLOATS, INTEGERS, MASKS, to_array
 from rollproof.core.records import (
+    BatchRow,
     EngineOutput,
     FinishReason,
     IntArray,
@@ -29,7 +31,14 @@ from rollproof.core.records import (
 )
 from rollproof.errors import SubjectError
 
-__all__ = ["ARRAYS", "converted", "validate_output", "validate_request", "validate_rollout"]
+__all__ = [
+    "ARRAYS",
+    "converted",
+    "validate_output",
+    "validate_request",
+    "validate_rollout",
+    "validate_row",
+]
 
 ARRAYS = ("logprobs", "loss_mask", "routes")
 """The fields of a ``Rollout`` that are arrays."""
@@ -42,6 +51,15 @@ _CONVERTERS: Mapping[str, Callable[..., Any]] = {
     "token_ids": as_tokens,
 }
 """The fields of numbers: lists, arrays and tensors become what a record holds."""
+_ROW_FIELDS = (
+    ("token_ids", 1, INTEGERS),
+    ("attention", 1, MASKS),
+    ("loss_mask", 1, MASKS),
+    ("logprobs", 1, FLOATS),
+    ("routes", 3, INTEGERS),
+    ("routed", 1, MASKS),
+)
+"""Fields of a ``BatchRow``: rank, and what they hold."""
 _SAMPLED = ("response_ids", "token_ids")
 """Fields whose ``None`` says that nothing was sampled."""
 _LISTS = ("call_versions", "token_versions", "spans", "turns")
@@ -88,6 +106,42 @@ def validate_output(value: object, where: str) -> EngineOutput:
 def validate_request(value: object, where: str) -> Request:
     """As ``validate_rollout``, for a request of a caller."""
     return _sound(value, Request, where)
+
+
+def validate_row(row: BatchRow, where: str) -> BatchRow:
+    """Return the row with numpy arrays of its own.
+
+    Args:
+        row: A row of a batch.
+        where: The name of the method of the user's that made it.
+
+    Raises:
+        SubjectError: A field is no array of the right rank and type.
+    """
+    # Lengths that disagree stay: they are the stack's fault, and the checks find them. Only
+    # ``attention`` must fit, because without it padding cannot be recognised.
+    values: dict[str, Any] = {}
+    problems = []
+    for name, rank, numbers in _ROW_FIELDS:
+        value = getattr(row, name)
+        if value is None:
+            continue
+        try:
+            array = to_array(value, what=name, rank=rank, numbers=numbers)
+        except SubjectError as error:
+            problems.append(str(error).removesuffix("."))
+            continue
+        values[name] = array.astype(np.float64, copy=False) if numbers is FLOATS else array
+    if not problems and values["attention"].shape != values["token_ids"].shape:
+        problems.append(
+            f"attention has the shape {values['attention'].shape}, and token_ids has"
+            f" {values['token_ids'].shape}"
+        )
+    if problems:
+        raise SubjectError(
+            f"{where} returned an unusable BatchRow for {row.request_id!r}: {'; '.join(problems)}."
+        )
+    return replace(row, **values)
 
 
 def _sound(value: object, kind: type[_T], where: str) -> _T:

@@ -17,7 +17,7 @@ import numpy as np
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error, describe_error_with_place
 from rollproof.core.events.training import Batch
-from rollproof.core.number_arrays import FLOATS, INTEGERS, MASKS, to_array
+from rollproof.core.record_validation import validate_row
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
@@ -43,15 +43,6 @@ __all__ = ["judge_batches", "record_batches"]
 
 _METHODS = ("collate", "rows")
 _ARRAYS = ("logprobs", "loss_mask", "routes")
-_FIELDS = (
-    ("token_ids", 1, INTEGERS),
-    ("attention", 1, MASKS),
-    ("loss_mask", 1, MASKS),
-    ("logprobs", 1, FLOATS),
-    ("routes", 3, INTEGERS),
-    ("routed", 1, MASKS),
-)
-"""Fields of a ``BatchRow``: rank, and what they hold."""
 
 
 def judge_batches(
@@ -181,7 +172,7 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
         )
     return replace(
         event,
-        rows=tuple(_sound(row, label) for row in rows),
+        rows=tuple(validate_row(row, f"{label}.rows") for row in rows),
         changed=_changed(case.samples, handed_in),
     )
 
@@ -245,38 +236,6 @@ def _changed(samples: tuple[Rollout, ...], handed_in: list[Rollout]) -> tuple[st
             getattr(sample, name), getattr(now, name), equal_nan=name == "logprobs"
         )
     )
-
-
-def _sound(row: BatchRow, label: str) -> BatchRow:
-    """Return the row with numpy arrays of its own.
-
-    Raises ``SubjectError`` for a field that is no array of the right rank and type.
-    """
-    # Lengths that disagree stay: they are the stack's fault, and the checks find them. Only
-    # ``attention`` must fit, because without it padding cannot be recognised.
-    values: dict[str, Any] = {}
-    problems = []
-    for name, rank, numbers in _FIELDS:
-        value = getattr(row, name)
-        if value is None:
-            continue
-        try:
-            array = to_array(value, what=name, rank=rank, numbers=numbers)
-        except SubjectError as error:
-            problems.append(str(error).removesuffix("."))
-            continue
-        values[name] = array.astype(np.float64, copy=False) if numbers is FLOATS else array
-    if not problems and values["attention"].shape != values["token_ids"].shape:
-        problems.append(
-            f"attention has the shape {values['attention'].shape}, and token_ids has"
-            f" {values['token_ids'].shape}"
-        )
-    if problems:
-        raise SubjectError(
-            f"{label}.rows returned an unusable BatchRow for {row.request_id!r}:"
-            f" {'; '.join(problems)}."
-        )
-    return replace(row, **values)
 
 
 def _shift_tokens(trace: Trace) -> Iterator[Trace]:
