@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     )
     from rollproof.pytest_plugin.decorators import RolloutConformance as RolloutConformance
     from rollproof.pytest_plugin.decorators import conformance as conformance
+    from rollproof.recording.live_recorder import LiveRecorder as LiveRecorder
+    from rollproof.recording.live_recorder import record_live as record_live
     from rollproof.recording.recorder import EngineCall as EngineCall
     from rollproof.recording.recorder import Recording as Recording
     from rollproof.recording.recorder import record as record
@@ -108,6 +110,7 @@ _HOMES = {
     "fakes.engine.fake_engine": ("FakeEngine",),
     "fakes.engine.fleet": ("Fleet",),
     "simulation.mutation_guard": ("lend",),
+    "recording.live_recorder": ("LiveRecorder", "record_live"),
     "recording.recorder": ("EngineCall", "Recording", "record"),
     "core.engine_contract": ("PauseMode",),
     "core.limits": ("RolloutLimits",),

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Container, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from rollproof.core.records import Request
 from rollproof.errors import UsageError
 
-__all__ = ["CURRENT", "CallOwner", "Owners", "Running", "here", "named_request"]
+__all__ = ["CURRENT", "CallOwner", "Caller", "Owners", "Running", "here", "named_request"]
 
 _SEPARATORS = "-_:/.#"
 """What may follow the id of a request in the handle of one of its calls: ``r0-1``, ``r0/retry``."""
@@ -67,6 +68,8 @@ class Running:
     place: tuple[int, int]
 
 
+Caller: TypeAlias = "tuple[Running | None, tuple[int, int]]"
+"""The rollout in whose context a call was made, and the thread and task that made it."""
 CURRENT: ContextVar[Running | None] = ContextVar("rollproof_recorded_request", default=None)
 """The recorded rollout in whose context code runs."""
 
@@ -137,21 +140,25 @@ class Owners:
         """Return the open requests with whose prompt these ids begin."""
         return [name for name, request in self._open.items() if request.begins(prompt_ids)]
 
-    def of(self, prompt_ids: Sequence[int]) -> tuple[str, ...]:
+    def of(self, prompt_ids: Sequence[int], caller: Caller | None = None) -> tuple[str, ...]:
         """Return the request to which a call with these ids belongs, or several if that cannot be
         decided.
+
+        Args:
+            prompt_ids: What the call sends.
+            caller: Where the call was made; ``None``: here and now.
 
         Raises:
             UsageError: No open request fits.
         """
+        running, place = (CURRENT.get(), here()) if caller is None else caller
         sending = [name for name, request in self._open.items() if request.sends(prompt_ids)]
         fitting = self.beginning(prompt_ids)
-        running = CURRENT.get()
         current = (
             running.request_id if running is not None and running.request_id in self._open else None
         )
         # in the task of the rollout itself: only other tasks can have inherited its context
-        if running is not None and current is not None and (running.place == here() or not fitting):
+        if running is not None and current is not None and (running.place == place or not fitting):
             return (current,)
         if current is not None and current in fitting:
             rivals = [name for name in sending if name != current]

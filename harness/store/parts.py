@@ -66,6 +66,7 @@ class _Part:
     writer: TraceWriter
     began: float
     count: int = 0
+    own: int = 0
     open: set[str] = field(default_factory=set)
 
 
@@ -152,6 +153,7 @@ class TraceParts:
             object.__setattr__(event, "index", part.count)
             part.writer.append(event if len(parts) == 1 else replace(event))
             part.count += 1
+            part.own += 1
         self._note(event, parts)
         if isinstance(event, Result):
             self._end_parts()
@@ -166,7 +168,8 @@ class TraceParts:
         self._is_full = limit is not None and self.bytes > limit
         current = self._parts[-1]
         old = self._clock() - current.began > self._limits.part_seconds
-        if current.count and (old or _size(current) > self._limits.part_bytes):
+        # one that holds nothing but what it began with goes on
+        if current.own and (old or _size(current) > self._limits.part_bytes):
             self._begin()
             self._end_parts()
 

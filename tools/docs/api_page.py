@@ -156,7 +156,12 @@ def api_page() -> Iterator[str]:
         yield f"- `{name}` ({bases}): {one_line(error.__doc__ or '')}"
     yield from _flavours()
     yield "\n## Running it"
-    for function in (rollproof.run_conformance, rollproof.conformance, rollproof.record):
+    for function in (
+        rollproof.run_conformance,
+        rollproof.conformance,
+        rollproof.record,
+        rollproof.record_live,
+    ):
         yield from _function(
             function, function.__name__, level=3, title=f"rollproof.{function.__name__}"
         )

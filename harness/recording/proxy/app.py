@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollproof.core.error_text import one_line
 from rollproof.recording.wire.control_calls import CONTROL_PATHS
-from rollproof.recording.wire.exchange import Exchange, How, StreamedEvents
+from rollproof.recording.wire.exchange import Exchange, How, KeptReply
 from rollproof.recording.wire.sampling_calls import SAMPLING_PATHS
 
 __all__ = ["ProxyApp", "ReplyCut", "Traffic"]
@@ -232,18 +232,11 @@ class ProxyApp:
             self._end(kept.exchange, How.COMPLETE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _kept_reply(self, exchange: Exchange, response: httpx.Response) -> _KeptReply:
-        exchange.status = response.status_code
-        exchange.encoding = response.headers.get("content-encoding", "").strip().lower()
-        kind = response.headers.get("content-type", "")
-        if kind.startswith("text/event-stream") and not exchange.encoding:
-            form = SAMPLING_PATHS.get(exchange.path)
-            newest = self._newest_only and form == "sglang"
-            exchange.events = StreamedEvents(newest_only=newest)
-        length = response.headers.get("content-length", "")
-        has_body = exchange.method != "HEAD" and response.status_code not in (204, 304)
-        expected = int(length) if length.isdecimal() and has_body else None
-        return _KeptReply(exchange, self._max_body, expected if has_body else 0)
+    def _kept_reply(self, exchange: Exchange, response: httpx.Response) -> KeptReply:
+        newest = self._newest_only and SAMPLING_PATHS.get(exchange.path) == "sglang"
+        return KeptReply.begin(
+            exchange, response.status_code, response.headers, self._max_body, newest_only=newest
+        )
 
     async def _refuse(self, send: Send, exchange: Exchange | None, error: httpx.HTTPError) -> None:
         """Answer a request that the server did not: with 502, which no engine sends."""
@@ -316,55 +309,6 @@ class _Body:
         await self._read.wait()
         if not self.client_left:
             await _left(self._receive)
-
-
-class _KeptReply:
-    """Keeps a copy of a reply, up to a size.
-
-    Attributes:
-        exchange: whose reply it is.
-        is_complete: its client needs no more of it: all bytes that were announced have come, or the
-            last event of a stream.
-    """
-
-    def __init__(self, exchange: Exchange, most: int, expected: int | None) -> None:
-        self.exchange: Exchange = exchange
-        self.is_complete: bool = expected == 0
-        self._most = most
-        self._expected = expected
-        self._chunks: list[bytes] = []
-        self._size = 0
-        self._came = 0
-
-    def take(self, chunk: bytes) -> None:
-        """Keep a chunk."""
-        exchange = self.exchange
-        if exchange.how is not How.OPEN:  # it was handed on, and is not this thread's any more
-            return
-        self._came += len(chunk)
-        if not exchange.reply_too_long:
-            if exchange.events is None:
-                self._chunks.append(chunk)
-                self._size += len(chunk)
-            else:
-                exchange.events.take(chunk)
-                self._size = exchange.events.size
-            if self._size > self._most:
-                exchange.reply_too_long = True
-                self._chunks.clear()
-                if exchange.events is not None:
-                    exchange.events = StreamedEvents(newest_only=True)
-        if exchange.events is not None and exchange.events.done:
-            self.is_complete = True
-        if self._came == self._expected:
-            self.finish()
-            self.is_complete = True
-
-    def finish(self) -> None:
-        """Put it into the exchange."""
-        if self._chunks:
-            self.exchange.reply = b"".join(self._chunks)
-            self._chunks = []
 
 
 def _message_headers(

@@ -11,9 +11,10 @@ from typing import Any
 
 import orjson
 
+from rollproof.core.call_ownership import Caller
 from rollproof.recording.wire.sampling_replies import UnreadableReply
 
-__all__ = ["Exchange", "How", "StreamedEvents"]
+__all__ = ["Exchange", "How", "KeptReply", "StreamedEvents"]
 
 _INDEX = re.compile(rb'"index":\s*(\d+)\s*\}$')
 _MAX_UNPACKED = 1 << 30
@@ -49,7 +50,8 @@ class Exchange:
         events: the events of a stream; ``None``: it is none.
         how: how it ended.
         detail: what broke.
-        body_too_long, reply_too_long: more bytes came than are kept.
+        caller: where in this process it was made; ``None``: in another one.
+            body_too_long, reply_too_long: more bytes came than are kept.
     """
 
     number: int
@@ -67,6 +69,7 @@ class Exchange:
     events: StreamedEvents | None = None
     how: How = How.OPEN
     detail: str = ""
+    caller: Caller | None = None
     body_too_long: bool = False
     reply_too_long: bool = False
 
@@ -160,3 +163,81 @@ class StreamedEvents:
     def __iter__(self) -> Iterator[bytes]:
         yield from self._events
         yield from self._newest.values()
+
+
+class KeptReply:
+    """Keeps a copy of a reply, up to a size.
+
+    Attributes:
+        exchange: whose reply it is.
+        is_complete: its client needs no more of it: all bytes that were announced have come, or the
+            last event of a stream.
+    """
+
+    def __init__(self, exchange: Exchange, most: int, expected: int | None) -> None:
+        self.exchange: Exchange = exchange
+        self.is_complete: bool = expected == 0
+        self._most = most
+        self._expected = expected
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._came = 0
+
+    @classmethod
+    def begin(
+        cls,
+        exchange: Exchange,
+        status: int,
+        headers: Mapping[str, str],
+        most: int,
+        *,
+        newest_only: bool,
+    ) -> KeptReply:
+        """Begin the reply to an exchange.
+
+        Args:
+            exchange: the exchange.
+            status: the status of the reply.
+            headers: the headers of the reply, by names of any case.
+            most: bytes that are kept.
+            newest_only: as in ``StreamedEvents``.
+        """
+        exchange.status = status
+        exchange.encoding = headers.get("content-encoding", "").strip().lower()
+        kind = headers.get("content-type", "")
+        if kind.startswith("text/event-stream") and not exchange.encoding:
+            exchange.events = StreamedEvents(newest_only=newest_only)
+        length = headers.get("content-length", "")
+        has_body = exchange.method != "HEAD" and status not in (204, 304)
+        expected = int(length) if length.isdecimal() and has_body else None
+        return cls(exchange, most, expected if has_body else 0)
+
+    def take(self, chunk: bytes) -> None:
+        """Keep a chunk."""
+        exchange = self.exchange
+        if exchange.how is not How.OPEN:  # it was handed on, and is not this thread's any more
+            return
+        self._came += len(chunk)
+        if not exchange.reply_too_long:
+            if exchange.events is None:
+                self._chunks.append(chunk)
+                self._size += len(chunk)
+            else:
+                exchange.events.take(chunk)
+                self._size = exchange.events.size
+            if self._size > self._most:
+                exchange.reply_too_long = True
+                self._chunks.clear()
+                if exchange.events is not None:
+                    exchange.events = StreamedEvents(newest_only=True)
+        if exchange.events is not None and exchange.events.done:
+            self.is_complete = True
+        if self._came == self._expected:
+            self.finish()
+            self.is_complete = True
+
+    def finish(self) -> None:
+        """Put it into the exchange."""
+        if self._chunks:
+            self.exchange.reply = b"".join(self._chunks)
+            self._chunks = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rollproof.core.call_ownership import CallOwner, Owners, named_request
+from rollproof.core.call_ownership import Caller, CallOwner, Owners, named_request
 from rollproof.core.events.rollout import (
     Abort,
     Call,
@@ -45,6 +46,7 @@ __all__ = ["ExchangeRecorder"]
 _OWNER, _ROLLOUT = OWNER_HEADER.encode(), ROLLOUT_HEADER.encode()
 _MAX_ENDED = 1 << 16
 """Requests that are remembered after their end: a call may come late."""
+_ELSEWHERE: Caller = (None, (0, 0))
 _PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-")
 _NO_PROMPT = (
     "its prompt is text, which only the server's tokenizer can read: have the client send token ids"
@@ -79,13 +81,22 @@ class ExchangeRecorder:
     Args:
         trace: takes the events.
         engine: ``sglang`` or ``vllm``; empty: not known.
+        owners: open requests that others of this thread report, too.
+        call_numbers: numbers for calls, if others of this trace take some, too.
     """
 
-    def __init__(self, trace: LiveTrace, engine: str = "") -> None:
+    def __init__(
+        self,
+        trace: LiveTrace,
+        engine: str = "",
+        *,
+        owners: Owners | None = None,
+        call_numbers: Iterator[int] | None = None,
+    ) -> None:
         self._trace = trace
         self._contract = trace.contract
         self._engine = engine
-        self._owners = Owners()
+        self._owners = Owners() if owners is None else owners
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._opened_by_call: dict[str, list[tuple[int, ...]]] = {}
         self._running: dict[int, _Running] = {}
@@ -93,7 +104,7 @@ class ExchangeRecorder:
         self._handles: dict[str, str] = {}
         self._controls: dict[int, Control] = {}
         self._servers: dict[str, _Server] = {}
-        self._last_call = 0
+        self._call_numbers = itertools.count(1) if call_numbers is None else call_numbers
 
     def show_label(self, server_id: str, label: Version, at: float) -> None:
         """Note the label that a server has when the recording begins."""
@@ -209,8 +220,7 @@ class ExchangeRecorder:
         calls = []
         for call in request.calls:
             owner = self._owner(exchange, call)
-            self._last_call += 1
-            call_id = self._last_call
+            call_id = next(self._call_numbers)
             self._owners.asks(call_id, owner.request_id)
             if call.rid:
                 self._handles[call.rid] = owner.request_id
@@ -253,7 +263,7 @@ class ExchangeRecorder:
             return CallOwner(request_id=by_handle)
         if prompt is not None and self._owners.ids:
             try:
-                candidates = self._owners.of(prompt)
+                candidates = self._owners.of(prompt, exchange.caller or _ELSEWHERE)
             except UsageError:
                 candidates = ()
             if len(candidates) == 1:

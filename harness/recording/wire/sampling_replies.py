@@ -180,6 +180,9 @@ def _take_sglang(output: PartialOutput, reply: Any) -> None:
     if output.logprobs is not None:
         values = _sglang_logprobs(pairs)
         output.logprobs = None if values is None else [*output.logprobs, *values]
+    # a stop token may count and not be shown
+    if type(count) is int and len(output.tokens) + 1 < count:
+        output.trouble = "events of its stream that had some of its tokens are missing"
     output.reason = meta.get("finish_reason", output.reason)
     output.version = _label(meta.get("weight_version"))
     output.spans = meta.get("weight_versions") or ()

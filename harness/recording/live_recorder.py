@@ -1,0 +1,660 @@
+"""``record_live``: records a production loop for days, at a bounded cost.
+
+It wraps what the loop calls, and reports what happens to a thread that writes it: nothing that the
+loop does waits for the trace, and nothing that goes wrong with it reaches the loop. ``record`` is
+for tests: it judges at the end, and raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from rollproof.core.call_ownership import CURRENT, Caller, Owners, here, named_request
+from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.error_text import describe_error, describe_error_with_place, show
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import (
+    Abort,
+    Call,
+    Fault,
+    Observation,
+    Pause,
+    Reply,
+    Result,
+    Resume,
+    Submit,
+    Update,
+    UpdatePhase,
+    Weights,
+)
+from rollproof.core.events.training import Batch
+from rollproof.core.json_codec import misfit_of
+from rollproof.core.record_validation import (
+    validate_output,
+    validate_request,
+    validate_rollout,
+    validate_row,
+)
+from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout, Version, as_tokens
+from rollproof.core.trace import Header
+from rollproof.errors import RollproofError, UsageError
+from rollproof.recording.background_writer import BackgroundWriter, Dropped
+from rollproof.recording.live_calls import RecordedActor, watch_live
+from rollproof.recording.live_trace import Counts, LiveTrace, WallClock
+from rollproof.recording.recorder import EngineCall
+from rollproof.recording.redaction import Redaction, RequestSample
+from rollproof.recording.wire.exchange import Exchange
+from rollproof.recording.wire.exchange_recorder import ExchangeRecorder
+from rollproof.recording.wrapping import WatchedCall
+from rollproof.store.parts import PartLimits
+from rollproof.store.stream import made_by
+
+__all__ = ["LiveRecorder", "record_live"]
+
+_T = TypeVar("_T")
+_NUMBER = 8
+"""Bytes that one number of a list is taken to have."""
+
+
+def record_live(
+    folder: str | Path,
+    contract: Contract,
+    *,
+    name: str | None = None,
+    subject: str = "live run",
+    engine: Contract | None = None,
+    sample: float = 1.0,
+    seed: int = 0,
+    redact: str = "none",
+    part_bytes: int = 1 << 30,
+    part_seconds: float = 3600.0,
+    total_bytes: int | None = None,
+    queue_bytes: int = 256 << 20,
+) -> LiveRecorder:
+    """Record a production loop into a folder, for ``rollproof check``.
+
+    ::
+
+        recorder = rollproof.record_live("traces", contract)
+        generate = recorder.engine(engine.generate, to_call=..., to_output=...)
+        rollout = recorder.rollout(rollout, to_request=..., to_record=...)
+        ...
+        recorder.batch(samples, rows)
+        recorder.close()
+
+    Args:
+        folder: Where the trace is written; several processes may write into one.
+        contract: What the stack promises.
+        name: What the names of the files begin with, another one for each writer; by default the
+            host and the process.
+        subject: The stack's name in reports.
+        engine: What the engines promise, if it is known.
+        sample: The share of the requests that are recorded: complete ones, on every host the same.
+        seed: Another one chooses other requests.
+        redact: ``"none"``, ``"drop"`` or ``"hash:KEY"``: what is written of token ids.
+        part_bytes: The size of a file at which the next one begins.
+        part_seconds: The age of a file at which the next one begins.
+        total_bytes: The size of all files at which recording ends; ``None``: no limit.
+        queue_bytes: What may wait to be written: beyond it events are dropped, counted, and leave
+            what they concern unknown.
+
+    Raises:
+        UsageError: An argument is wrong, or the folder has a trace of that name.
+        TraceError: The first file cannot be written.
+    """
+    if not isinstance(contract, Contract):
+        raise UsageError(
+            f"record_live() takes the Contract that the stack promises, not {show(contract)}."
+        )
+    if engine is not None and not isinstance(engine, Contract):
+        raise UsageError(f"record_live() takes a Contract as `engine`, not {show(engine)}.")
+    header = Header(
+        subject=subject, contract=contract, engine=engine, profile="recorded", made_by=made_by()
+    )
+    limits = PartLimits(part_bytes=part_bytes, part_seconds=part_seconds, total_bytes=total_bytes)
+    return LiveRecorder(
+        Path(folder),
+        f"recorder-{socket.gethostname()}-{os.getpid()}" if name is None else name,
+        header,
+        limits=limits,
+        sample=RequestSample(sample, seed),
+        redaction=Redaction(redact),
+        queue_bytes=queue_bytes,
+    )
+
+
+class LiveRecorder:
+    """A recording of a live run; ``record_live`` makes it. Methods may be called from any thread.
+
+    After a wrong argument of a method, as after anything else that cannot be recorded, the run goes
+    on: ``counts`` has the number and the first reason. Used as a context manager it is closed at
+    the end.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        header: Header,
+        *,
+        limits: PartLimits,
+        sample: RequestSample,
+        redaction: Redaction,
+        queue_bytes: int,
+    ) -> None:
+        self._clock = WallClock()
+        self._sample = sample
+        self._call_numbers = itertools.count(1)
+        self._owners = Owners()
+        self._batches: LiveTrace | None = None
+        self._open_batches: Callable[[], LiveTrace] = lambda: LiveTrace(
+            folder,
+            f"{name}-batches",
+            replace(header, about="batches"),
+            limits=limits,
+            redaction=redaction,
+        )
+        self._trace = LiveTrace(
+            folder, name, header, limits=limits, sample=sample, redaction=redaction
+        )
+        self._writer = BackgroundWriter(
+            self._handle, self._flush, self._note_error, max_bytes=queue_bytes
+        )
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def counts(self) -> Counts:
+        """What was written, and what was not."""
+        return self._trace.counts
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files so far, those of batches last."""
+        batches = [] if self._batches is None else self._batches.paths
+        return [*self._trace.paths, *batches]
+
+    def rollout(
+        self,
+        function: Callable[..., Any],
+        *,
+        to_request: Callable[..., Request],
+        to_record: Callable[[Any], Rollout],
+    ) -> Callable[..., Any]:
+        """Wrap the stack's rollout function, sync or async; each call is one request.
+
+        Args:
+            function: The function.
+            to_request: Returns the request, of the arguments of a call.
+            to_record: Returns the sample, of what the function returned; not called for ``None``
+                (the sample was dropped).
+        """
+        _check_callable("rollout()", function=function, to_request=to_request, to_record=to_record)
+
+        def begin(*args: Any, **kwargs: Any) -> WatchedCall:
+            request = self._attempt("to_request", to_request, *args, **kwargs)
+            if not isinstance(request, Request):
+                self._trouble(f"to_request returned {show(request)}")
+                return _NOTHING
+            self.submit(request)
+            request_id = request.request_id
+
+            def take(native: Any) -> None:
+                rollout = None
+                if native is not None:
+                    rollout = self._attempt("to_record", to_record, native)
+                    if not isinstance(rollout, Rollout):
+                        self._trouble(f"to_record returned {show(rollout)}", request_id)
+                        return
+                self.result(rollout, request_id=request_id)
+
+            def fail(error: BaseException) -> None:
+                self.result(request_id=request_id, error=describe_error_with_place(error))
+
+            return WatchedCall(take=take, fail=fail, request_id=request_id)
+
+        return watch_live(function, begin)
+
+    def engine(
+        self,
+        function: Callable[..., Any],
+        *,
+        to_call: Callable[..., EngineCall],
+        to_output: Callable[[Any], EngineOutput],
+    ) -> Callable[..., Any]:
+        """Wrap the function with which the stack calls an engine: sync, async, or a generator, the
+        last item of which has all tokens.
+
+        Args:
+            function: The function.
+            to_call: Returns the call, of the arguments.
+            to_output: Returns the output, of what the engine returned.
+        """
+        _check_callable("engine()", function=function, to_call=to_call, to_output=to_output)
+        return watch_live(function, self._begin_call(to_call, to_output))
+
+    def actor(
+        self,
+        handle: Any,
+        method: str,
+        *,
+        to_call: Callable[..., EngineCall],
+        to_output: Callable[[Any], EngineOutput],
+    ) -> Any:
+        """Wrap a Ray actor handle: calls of ``handle.METHOD.remote(...)`` are recorded, and
+        everything else of the handle is as it was. Arguments as for ``engine``.
+
+        Raises:
+            UsageError: The handle has no such remote method.
+        """
+        if not callable(getattr(getattr(handle, method, None), "remote", None)):
+            raise UsageError(f"actor() takes a handle with a remote method {method!r}.")
+        _check_callable("actor()", to_call=to_call, to_output=to_output)
+        return RecordedActor(handle, method, self._begin_call(to_call, to_output))
+
+    def http(self, client: Any, *, server: str | None = None, engine: str = "") -> Any:
+        """Record the calls that an httpx client makes to vLLM's and SGLang's endpoints, and its
+        aborts, pauses and updates, as a proxy would; returns the client.
+
+        Args:
+            client: A ``httpx.Client`` or ``httpx.AsyncClient``.
+            server: The server's name in the trace; by default its host and port.
+            engine: ``sglang`` or ``vllm``, if that is known: what an endpoint does by default may
+                depend on it.
+
+        Raises:
+            UsageError: It is no such client. Put ``rollproof proxy`` before the server of others.
+        """
+        from rollproof.recording.live_http import watch_http
+
+        exchanges = ExchangeRecorder(
+            self._trace, engine, owners=self._owners, call_numbers=self._call_numbers
+        )
+
+        def begun(exchange: Exchange) -> None:
+            exchange.caller = (CURRENT.get(), here())
+            self._put(_begun, exchanges, exchange, size=len(exchange.body))
+
+        def ended(exchange: Exchange) -> None:
+            if not self._put(_ended, exchanges, exchange, size=exchange.size):
+                self._put(_forgotten, exchanges, exchange, small=True)
+
+        return watch_http(client, begun, ended, self._clock, server=server)
+
+    def submit(self, request: Request) -> None:
+        """Record that a caller submits ``request`` to the stack."""
+        taken = Taken(request)
+        self._put(self._submit, taken, size=taken.size)
+
+    def result(
+        self,
+        rollout: Rollout | None = None,
+        *,
+        request_id: str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Record the end of a request: the sample that reaches the trainer, an error, or neither if
+        it was dropped.
+        """
+        ended = request_id if request_id is not None else getattr(rollout, "request_id", "")
+        taken = Taken(rollout)
+        self._put(self._result, ended, taken, error, size=taken.size)
+
+    def batch(
+        self, samples: Iterable[Rollout], rows: Iterable[BatchRow], *, name: str = "batch"
+    ) -> None:
+        """Record that a training step consumed ``samples`` as ``rows``; in files of their own.
+
+        Args:
+            samples: The samples, in order.
+            rows: What they became: one row for each.
+            name: A name for the batch, such as that of the step.
+        """
+        taken = [Taken(sample) for sample in samples]
+        made = [Taken(row) for row in rows]
+        size = sum(item.size for item in (*taken, *made))
+        self._put(self._batch, name, taken, made, size=size)
+
+    def observation(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Record tokens that the environment appends to a request's sequence."""
+        tokens = _copied(token_ids)
+        self._put(self._observation, request_id, tokens, size=_NUMBER * _length(tokens))
+
+    def update(self, version: Version, label: Version, phase: UpdatePhase | str) -> None:
+        """Record that the trainer asks for the weights ``version`` under ``label`` (phase
+        ``asked``), or learns that they are published (``ended``) or not (``failed``).
+        """
+        self._add(Update, version=version, label=label, phase=phase)
+
+    def weights(
+        self, version: Version, *, label: Version = None, server: str = "s0", loaded: bool = True
+    ) -> None:
+        """Record that a server has the weights ``version``, and shows ``label``."""
+        self._add(Weights, server_id=server, version=version, label=label, loaded=loaded)
+
+    def pause(self, mode: PauseMode | str = PauseMode.ABORT, *, server: str = "s0") -> None:
+        """Record that a server acknowledged a pause."""
+        self._add(Pause, server_id=server, mode=mode)
+
+    def resume(self, *, server: str = "s0") -> None:
+        """Record that a server was resumed."""
+        self._add(Resume, server_id=server)
+
+    def abort(self, wanted: str = "*", *, server: str = "s0") -> None:
+        """Record a request to abort ``wanted``: a request id, or ``"*"`` for all."""
+        self._add(Abort, server_id=server, wanted=wanted)
+
+    def close(self) -> None:
+        """Write what waits, and seal the trace. Closing twice is harmless."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._writer.close()
+        self._trace.close()
+        if self._batches is not None:
+            self._batches.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # what follows runs in the loop
+
+    def _begin_call(
+        self, to_call: Callable[..., EngineCall], to_output: Callable[[Any], EngineOutput]
+    ) -> Callable[..., WatchedCall]:
+        def begin(*args: Any, **kwargs: Any) -> WatchedCall:
+            call = self._attempt("to_call", to_call, *args, **kwargs)
+            running = CURRENT.get()
+            if not isinstance(call, EngineCall):
+                self._trouble(
+                    f"to_call returned {show(call)}", "" if running is None else running.request_id
+                )
+                return _NOTHING
+            place = here()
+            if self._is_left_out(call, running.request_id if running is not None else None):
+                return _NOTHING
+            call_id = next(self._call_numbers)
+            taken = Taken(call)
+            self._put(self._call, call_id, taken, (running, place), size=taken.size)
+
+            def take(native: Any) -> None:
+                output = self._attempt("to_output", to_output, native)
+                if not isinstance(output, EngineOutput):
+                    self._put(self._unreadable, f"to_output returned {show(output)}", call_id)
+                    return
+                taken = Taken(output)
+                self._put(self._reply, call_id, taken, size=taken.size)
+
+            def fail(error: BaseException) -> None:
+                self._put(self._lost, call_id, describe_error(error))
+
+            return WatchedCall(take=take, fail=fail)
+
+        return begin
+
+    def _is_left_out(self, call: EngineCall, running: str | None) -> bool:
+        """Return whether the call is known to be that of a request that is not recorded."""
+        if self._sample.rate >= 1 or call.request_id is not None or running is None:
+            return False
+        return not self._sample.has(running)
+
+    def _attempt(self, what: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - recording must not end what is recorded
+            return f"an error: {what}: {describe_error(error)}"
+
+    def _add(self, kind: type[Event], **values: Any) -> None:
+        self._put(self._plain, kind, values, small=True)
+
+    def _trouble(self, text: str, request_id: str = "") -> None:
+        self._put(self._unreadable, text, None, request_id)
+
+    def _put(
+        self, action: Callable[..., None], *args: Any, size: int = 0, small: bool = False
+    ) -> bool:
+        return self._writer.put((action, self._clock(), args), size, small=small)
+
+    # what follows runs in the writer's thread
+
+    def _handle(self, item: Any) -> None:
+        if isinstance(item, Dropped):
+            self._trace.add_dropped(item.count, self._clock())
+            return
+        action, at, args = item
+        action(at, *args)
+
+    def _flush(self) -> None:
+        self._trace.flush()
+        if self._batches is not None:
+            self._batches.flush()
+
+    def _note_error(self, error: Exception) -> None:
+        self._trace.add_error(error, self._clock())
+
+    def _submit(self, at: float, taken: Taken) -> None:
+        request = taken.record()
+        try:
+            request = validate_request(request, "The caller of submit()")
+            if request.request_id in self._owners:
+                raise UsageError(f"request {request.request_id!r} is already open")
+        except RollproofError as error:
+            self._trace.add_unreadable(str(error), at, request_id=_id_of(request))
+            return
+        self._owners.begin(request)
+        self._trace.add(Submit(request=request), at)
+
+    def _result(self, at: float, request_id: str, taken: Taken, error: str | None) -> None:
+        rollout = taken.record()
+        try:
+            if rollout is not None:
+                rollout = validate_rollout(
+                    rollout, "The caller of result()", self._trace.contract.dtypes
+                )
+            event = Result(request_id=request_id, rollout=rollout, error=error)
+            misfit = misfit_of(event)
+            if misfit is not None:
+                raise UsageError(misfit)
+        except RollproofError as trouble:
+            self._trace.add_unreadable(str(trouble), at, request_id=str(request_id))
+            self._owners.end(request_id)
+            return
+        self._owners.end(request_id)
+        self._trace.add(event, at)
+
+    def _call(self, at: float, call_id: int, taken: Taken, caller: Caller) -> None:
+        call: EngineCall = taken.record()
+        prompt = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
+        owners = self._owners_of(call.request_id, prompt, caller)
+        event = Call(
+            call_id=call_id,
+            request_id=owners[0] if len(owners) == 1 else "",
+            server_id=call.server_id,
+            prompt_ids=prompt,
+            max_tokens=call.max_tokens,
+            sampling={} if call.sampling is None else dict(call.sampling),
+            media=call.media,
+            want_routes=call.want_routes,
+            want_logprobs=call.want_logprobs,
+            routes_start=call.routes_start,
+            candidates=owners if len(owners) > 1 else (),
+        )
+        misfit = misfit_of(event)
+        if misfit is not None:
+            for request_id in owners:
+                self._trace.add_unreadable(misfit, at, request_id=request_id)
+            return
+        self._owners.asks(call_id, event.request_id)
+        self._trace.add(event, at)
+
+    def _owners_of(
+        self, handle: str | None, prompt: tuple[int, ...], caller: Caller
+    ) -> tuple[str, ...]:
+        if handle is not None:
+            return (named_request(handle, self._owners) or handle,)
+        try:
+            return self._owners.of(prompt, caller)
+        except UsageError:
+            return ("",)
+
+    def _reply(self, at: float, call_id: int, taken: Taken) -> None:
+        try:
+            output = validate_output(taken.record(), "to_output")
+        except RollproofError as error:
+            self._unreadable(at, str(error), call_id)
+            return
+        self._owners.answered(call_id, output.token_ids)
+        self._trace.add(Reply(call_id=call_id, output=output), at)
+        self._trace.forget_call(call_id)
+
+    def _lost(self, at: float, call_id: int, detail: str) -> None:
+        self._owners.answered(call_id)
+        self._trace.add(Fault(what="lost-reply", call_id=call_id, detail=detail), at)
+        self._trace.forget_call(call_id)
+
+    def _unreadable(self, at: float, text: str, call_id: int | None, request_id: str = "") -> None:
+        if call_id is not None:
+            self._owners.answered(call_id)
+        self._trace.add_unreadable(text, at, call_id=call_id, request_id=request_id)
+
+    def _observation(self, at: float, request_id: str, token_ids: Sequence[int]) -> None:
+        tokens = as_tokens(token_ids)
+        self._owners.extend(request_id, tokens)
+        self._trace.add(Observation(request_id=request_id, token_ids=tokens), at)
+
+    def _plain(self, at: float, kind: type[Event], values: Mapping[str, Any]) -> None:
+        values = dict(values)
+        for name, choices in (("mode", PauseMode), ("phase", UpdatePhase)):
+            if name in values:
+                values[name] = choices(values[name])
+        event = kind(**values)
+        misfit = misfit_of(event)
+        if misfit is not None:
+            raise UsageError(f"{kind.kind}: {misfit}")
+        self._trace.add(event, at)
+
+    def _batch(self, at: float, name: str, samples: list[Taken], rows: list[Taken]) -> None:
+        if self._batches is None:
+            self._batches = self._open_batches()
+        taken = tuple(
+            validate_rollout(sample.record(), "The caller of batch()") for sample in samples
+        )
+        made = tuple(validate_row(row.record(), "The caller of batch()") for row in rows)
+        event = Batch(name=name, samples=taken, rows=made)
+        misfit = misfit_of(event)
+        if misfit is not None:
+            raise UsageError(f"batch(): {misfit}")
+        self._batches.add(event, at)
+
+
+def _begun(_at: float, exchanges: ExchangeRecorder, exchange: Exchange) -> None:
+    exchanges.begun(exchange)
+
+
+def _ended(_at: float, exchanges: ExchangeRecorder, exchange: Exchange) -> None:
+    exchanges.ended(exchange)
+
+
+def _forgotten(_at: float, exchanges: ExchangeRecorder, exchange: Exchange) -> None:
+    exchanges.forget(exchange)
+
+
+_NOTHING = WatchedCall(take=lambda _native: None, fail=lambda _error: None)
+
+
+class Taken:
+    """A record as it was when it was taken: lists and arrays of it are copied at once, and the
+    record is made of them by the thread that writes it.
+    """
+
+    __slots__ = ("_changed", "_record", "size")
+
+    def __init__(self, record: Any) -> None:
+        self._record = record
+        changed: dict[str, Any] | None = None
+        size = 0
+        for name in _MUTABLE.get(type(record), ()):
+            item = getattr(record, name)
+            kind = type(item)
+            if kind is tuple:
+                size += _NUMBER * len(item)
+            elif item is not None:
+                copy = item.copy() if kind is _ARRAY else _copied(item)
+                size += copy.nbytes if kind is _ARRAY else _NUMBER * _length(copy)
+                if changed is None:
+                    changed = {}
+                changed[name] = copy
+        self._changed = changed
+        self.size: int = size
+
+    def record(self) -> Any:
+        """Return the record."""
+        return self._record if self._changed is None else replace(self._record, **self._changed)
+
+
+_ARRAY = np.ndarray
+_PLAIN = frozenset((int, float, str, bool, type(None), bytes))
+_MUTABLE: Mapping[type, tuple[str, ...]] = {
+    Request: ("prompt_ids", "sampling", "turns"),
+    EngineCall: ("prompt_ids", "sampling"),
+    EngineOutput: ("token_ids", "logprobs", "routes", "spans"),
+    Rollout: (
+        "prompt_ids",
+        "response_ids",
+        "logprobs",
+        "loss_mask",
+        "routes",
+        "call_versions",
+        "spans",
+        "token_versions",
+        "extra",
+    ),
+    BatchRow: ("token_ids", "attention", "loss_mask", "logprobs", "routes", "routed"),
+}
+"""Fields that may hold a list or an array, or another thing that its owner may go on to change."""
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a list, a mapping, an array or a tensor; anything else as it is."""
+    if type(value) is list and value and type(value[0]) not in _PLAIN:
+        return [*map(_copied, value)]
+    copy = getattr(value, "clone", None) or getattr(value, "copy", None)
+    return copy() if callable(copy) else value
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(value)
+    except TypeError:
+        return 0
+
+
+def _id_of(request: object) -> str:
+    request_id: object = getattr(request, "request_id", "")
+    return request_id if isinstance(request_id, str) else ""
+
+
+def _check_callable(method: str, **values: Any) -> None:
+    for name, value in values.items():
+        if not callable(value):
+            raise UsageError(f"{method} takes a function as `{name}`, not {show(value)}.")
