@@ -46,7 +46,7 @@ class Delivery:
     reference: Stitched
     reliable: bool
     aligned: bool
-    count: int
+    count: int = 0
     reason: str = ""
     answers: tuple[tuple[int, int], ...] | None = None
 
@@ -137,7 +137,7 @@ def _delivery(view: RequestView) -> Delivery | None:
     sampled, response = reference.response_ids, rollout.response_ids
     reason = _unreliable(view)
     if reason:
-        return Delivery(rollout, reference, False, False, 0, reason)
+        return Delivery(rollout, reference, False, False, reason=reason)
     # The usual case: one comparison of tuples.
     if response == sampled:
         return Delivery(rollout, reference, True, True, len(sampled))
@@ -148,13 +148,12 @@ def _delivery(view: RequestView) -> Delivery | None:
         return Delivery(rollout, reference, True, True, common)
     answers = _answers_in(reference, rollout)
     if answers is not None:
-        return Delivery(rollout, reference, True, False, 0, answers=answers)
+        return Delivery(rollout, reference, True, False, answers=answers)
     # An unrecorded reply may hold the tokens in question, so a mismatch proves nothing.
     if any(not attempt.replies and not attempt.faults for attempt in view.attempts):
-        return Delivery(
-            rollout, reference, False, False, 0, "the outcome of an engine call was not recorded"
-        )
-    return Delivery(rollout, reference, True, False, 0)
+        reason = "the outcome of an engine call was not recorded"
+        return Delivery(rollout, reference, False, False, reason=reason)
+    return Delivery(rollout, reference, True, False)
 
 
 def _unreliable(view: RequestView) -> str:

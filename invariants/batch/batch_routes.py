@@ -287,7 +287,7 @@ def _report_filler(
 ) -> None:
     contract = batch.contract
     description = next(
-        (str(kind) for kind in Filler if is_filler(row[None], kind, contract.expert_count)[0]),
+        (str(kind) for kind in Filler if is_filler(row[None], kind, contract.expert_count).all()),
         f"experts {row[0].tolist()}",
     )
     out.finding(

@@ -164,18 +164,19 @@ class WeightsNewestUpdateStays(_SimultaneousUpdates):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._newest: dict[str, Weights] = {}
+        # by server: version and index
+        self._newest: dict[str, tuple[int, int]] = {}
         self._loaded: dict[str, Weights] = {}
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         super().on_weights(event, out)
+        # String labels have no order of their own.
         if not event.loaded or not isinstance(event.version, int):
             return
         self._loaded[event.server_id] = event
         newest = self._newest.get(event.server_id)
-        # String labels have no order of their own.
-        if newest is None or not isinstance(newest.version, int) or event.version >= newest.version:
-            self._newest[event.server_id] = event
+        if newest is None or event.version >= newest[0]:
+            self._newest[event.server_id] = (event.version, event.index)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
@@ -184,14 +185,14 @@ class WeightsNewestUpdateStays(_SimultaneousUpdates):
 
     def finish(self, out: Collector) -> None:
         super().finish(out)
-        for server, newest in self._newest.items():
+        for server, (version, index) in self._newest.items():
             loaded = self._loaded[server]
-            if loaded.version == newest.version or self.skewed or server not in self.overlapped:
+            if loaded.version == version or self.skewed or server not in self.overlapped:
                 continue
             out.finding(
                 "an older update overwrote a newer one",
                 expected=(
-                    f"version {newest.version}, loaded at event {newest.index}, stays on {server}"
+                    f"version {version}, loaded at event {index}, stays on {server}"
                 ),
                 observed=(
                     f"version {loaded.version} was loaded after it, at event {loaded.index}, and is"

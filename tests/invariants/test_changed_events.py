@@ -205,7 +205,7 @@ def recorded(family: str) -> dict[str, dict[str, list[str]]]:
 def test_every_small_change_of_a_correct_trace_is_judged_as_recorded(
     family: str, name: str
 ) -> None:
-    """Verdicts, kinds, places and counters, by change and check."""
+    """Verdicts, kinds, places and counters, by change and check, and the words of each kind."""
     assert recorded(family)[name] == outcomes_of(family, name)
 
 

@@ -52,14 +52,15 @@ def findings_of(bug: KnownBug) -> dict[str, Any]:
 def _text(finding: Finding) -> dict[str, Any]:
     return {
         "title": finding.title,
-        "expected": _without_lines(finding.expected),
-        "observed": _without_lines(finding.observed),
+        "expected": without_lines(finding.expected),
+        "observed": without_lines(finding.observed),
         "where": dict(finding.where),
         "hint": finding.hint,
     }
 
 
-def _without_lines(text: str) -> str:
+def without_lines(text: str) -> str:
+    """Return the words of a finding without the numbers of lines of code."""
     # errors say where they were raised, and lines move with every edit and every Python
     return re.sub(r"\.py:\d+", ".py:LINE", text)
 

@@ -16,12 +16,14 @@ import numpy as np
 from rollproof.core.events.base import Event
 from rollproof.core.trace import Trace
 from rollproof.errors import RollproofError
-from rollproof.judging.checks import CheckResult, Verdict
+from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
+from tests.support.bug_findings import without_lines
 
-__all__ = ["changes_of", "outcomes"]
+__all__ = ["WORDS", "changes_of", "outcomes"]
 
+WORDS = "words of the findings"
 CRASHED, _OPEN = "crashed", "open"
 _NOT_CHANGED = frozenset({"index", "time", "request_id", "episode", "given"})
 """Fields that name an event, and the numbers of a layout call, from which the reference is made."""
@@ -40,20 +42,26 @@ def changes_of(trace: Trace) -> Iterator[tuple[str, int, tuple[Event, ...]]]:
 def outcomes(trace: Trace, registry: Registry, most: int) -> dict[str, list[str]]:
     """By change, what the verdicts on it are where they differ from those on ``trace``.
 
-    Words of findings are left out: ``tests.support.bug_findings`` has those of the known bugs. At
-    most about ``most`` changes are judged, evenly chosen.
+    ``WORDS`` has the words of the first finding of each kind. At most about ``most`` changes are
+    judged, evenly chosen.
     """
     clean = _verdicts(trace, registry)
     out = {"": [f"{name} {text}" for name, text in clean.items() if text != _OPEN]}
     events, changes = list(trace.events), list(changes_of(trace))
     # A prime number of steps, so that all kinds of changes have their turn.
     every = _prime_from(len(changes) // most)
+    texts: dict[tuple[str, str], str] = {}
     for words, i, instead in changes[::every]:
-        changed = _verdicts(trace.with_events([*events[:i], *instead, *events[i + 1 :]]), registry)
+        results = judge(trace.with_events([*events[:i], *instead, *events[i + 1 :]]), registry)
+        changed = {result.id: _outcome(result) for result in results.results}
         # No process could have written such a record: a check may give up on it.
         if CRASHED in changed.values():
             continue
         out[words] = [f"{name} {text}" for name, text in changed.items() if text != clean[name]]
+        for result in results.results:
+            for finding in result.findings:
+                texts.setdefault((result.id, finding.kind), _words(finding))
+    out[WORDS] = [f"{name} {text}" for (name, _), text in texts.items()]
     return out
 
 
@@ -65,6 +73,11 @@ def _prime_from(number: int) -> int:
 
 def _verdicts(trace: Trace, registry: Registry) -> dict[str, str]:
     return {result.id: _outcome(result) for result in judge(trace, registry).results}
+
+
+def _words(finding: Finding) -> str:
+    parts = (finding.title, finding.expected, finding.observed, finding.hint)
+    return " | ".join(without_lines(part) for part in parts)
 
 
 def _outcome(result: CheckResult) -> str:

@@ -18,6 +18,7 @@ from rollproof.core.records import IntArray
 from rollproof.errors import SubjectError, UsageError
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
 from rollproof.invariants import default_registry
+from rollproof.invariants.layout.call_check import functions_read
 from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.report import Report
 from rollproof.layouts import Alignment, Context, Fill, Layout, Mesh, Order, Rank, Side
@@ -285,6 +286,39 @@ def test_only_the_functions_that_a_subject_has_are_judged() -> None:
         "the subject has no function pack or unpack that takes such a case"
         == reasons["layout.packing"]
     )
+
+
+def test_rows_without_their_versions_are_judged() -> None:
+    """A subject need not say which weights computed a row; where it does, it must be right."""
+
+    class RowsAlone(MegatronLike):
+        def join(self, layout: Layout, segments: Any) -> Any:
+            return super().join(layout, segments)[0]
+
+    class OtherVersions(MegatronLike):
+        def join(self, layout: Layout, segments: Any) -> Any:
+            rows, versions = super().join(layout, segments)
+            return rows, [7 for _ in versions]
+
+    calls = [("join", call) for call in layout_calls("join", PLAIN, draws=0)]
+    (report,) = (
+        result
+        for result in judge_layouts(RowsAlone, name="rows", calls=calls).results
+        if result.id == "layout.segments"
+    )
+    assert Verdict.PASS == report.verdict
+    assert (
+        "the versions of rows are wrong" == _first(OtherVersions, "layout.segments", "join").title
+    )
+
+
+def test_the_functions_that_checks_read_are_known() -> None:
+    """So that only those are called; a check that names none reads all of them."""
+    registry = default_registry()
+    assert frozenset({"join"}) == functions_read([registry["layout.segments"]])
+    both = [registry["layout.segments"], registry["layout.packing"]]
+    assert frozenset({"join", "pack", "unpack"}) == functions_read(both)
+    assert functions_read([*both, registry["layout.returns"]]) is None
 
 
 def test_what_a_subject_does_not_support_is_left_out() -> None:

@@ -106,6 +106,19 @@ def test_members_of_a_group_may_end_each_other() -> None:
     assert 0 == check(ID, run_case(Sweeps, case(requests=group))).found
 
 
+class Later(Sweeps):
+    """Aborts everything at every end but the first."""
+
+    due = staticmethod(lambda ended: ended > 1)
+
+
+def test_a_stack_that_spares_others_once_does_not_do_it_by_design() -> None:
+    """Two of three ends that others outlive come with an abort, and the first does not."""
+    four = (*THREE, request("r3", (51, 52), max_tokens=12))
+    assert "each of 3 requests" in finds(ID, run_case(Sweeps, case(requests=four))).observed
+    passes(ID, run_case(Later, case(requests=four)), requests_that_ended_while_others_ran=3)
+
+
 def test_once_may_be_the_end_of_a_batch() -> None:
     """Two requests: one ends while the other runs."""
     assert 0 == check(ID, run_case(Sweeps, case(requests=THREE[:2]))).found

@@ -142,6 +142,14 @@ class TestNoErrorWithoutFault:
         )
         assert "verl #5936" in finding.hint
 
+    def test_the_last_of_several_replies_is_described(self) -> None:
+        """It is what the stack had in its hands when it raised."""
+        script = opened()
+        script.reply(script.call((1, 2)), (3, 4), reason="abort")
+        script.reply(script.call((1, 2, 3, 4)), (5,), reason="length")
+        finding = finds(self.ID, script.result(event={"error": "ValueError: no"}))
+        assert "its last reply had 1 token, finish reason length" in finding.observed
+
     @pytest.mark.parametrize(
         ("error", "named"),
         [

@@ -20,6 +20,7 @@ from rollproof.fakes.trainers.reference_trainers import (
     DenseFirst,
     Interleaved,
     ManyExperts,
+    RecordingTrainer,
 )
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch
@@ -50,6 +51,17 @@ class OtherLayers(ReplayTrainer):
     ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
         return {layer: right[max(0, layer - 1)] for layer in right}
+
+
+class OneExpertRecorded(RecordingTrainer):
+    """A single expert for all tokens, so that every row that it records is expert 0."""
+
+    layout = replace(RecordingTrainer.layout, num_experts=1, top_k=1)
+
+
+def test_rows_of_the_first_expert_are_rows() -> None:
+    """Expert 0 everywhere is not a row that was dropped."""
+    assert Verdict.PASS == results(OneExpertRecorded, "self-replay")["recorded"].verdict
 
 
 class Swapped(ReplayTrainer):

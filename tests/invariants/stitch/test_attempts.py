@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollproof.core.engine_contract import StreamMode
 from rollproof.core.events.rollout import Observation
 from rollproof.core.records import FinishReason
 from rollproof.judging.checks import Verdict
@@ -155,6 +156,30 @@ class TestResumePrompt:
             finding.expected,
             finding.where["call"],
         )
+
+    def test_tokens_of_a_broken_stream_that_nobody_recorded_are_not_blamed(self) -> None:
+        """The stream that counts is that of the call right before."""
+        story = TraceScript()
+        story.submit(max_tokens=8)
+        story.reply(story.call((1, 2), max_tokens=8), (11, 12), "abort")
+        story.call((1, 2, 11, 12), max_tokens=6, stream=StreamMode.DELTA)
+        story.reply(story.call((1, 2, 11, 12, 13), max_tokens=5), (14,), "stop")
+        passes(self.ID, story, first_calls=1, resuming_calls=1)
+        whole = TraceScript()
+        whole.submit(max_tokens=8)
+        whole.call((1, 2), max_tokens=8, stream=StreamMode.DELTA)
+        whole.reply(whole.call((1, 2), max_tokens=8), (11,), "abort")
+        whole.reply(whole.call((1, 2, 11, 12), max_tokens=6), (14,), "stop")
+        assert "Call 3 sends 1 token more" in finds(self.ID, whole).title
+
+    def test_a_call_behind_one_after_the_end_is_judged(self) -> None:
+        """``stitch.no-call-after-end`` reports the second call, and this check the third."""
+        story = TraceScript()
+        story.submit(max_tokens=8)
+        story.reply(story.call((1, 2), max_tokens=8), (11, 12), "stop")
+        story.reply(story.call((1, 2, 11, 12), max_tokens=6), (13,), "abort")
+        story.reply(story.call((1, 2, 11, 12, 99), max_tokens=5), (14,), "stop")
+        assert 3 == finds(self.ID, story).where["call"]
 
     def test_a_history_that_was_rendered_anew_is_found(self) -> None:
         """A chat template dropped a token of the first turn, and appended the second one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
-from tests.support.trace_script import finds, inapplicable, passes, unknown
+from tests.support.trace_script import check, finds, inapplicable, passes, unknown
 
 A, B = ScriptedCall(tokens=(11, 12)), ScriptedCall(tokens=(13, 14, 15), reason="length")
 
@@ -52,6 +52,16 @@ class TestGranted:
             "Call 1 states no budget, although 8 tokens of 8 are left"
             == finds(self.ID, story).title
         )
+
+    @pytest.mark.parametrize(("grant", "found"), [(0, False), (1, True)])
+    def test_nothing_is_left_of_a_budget_that_was_used_up(self, grant: int, found: bool) -> None:
+        """A call that may sample nothing is no fault, and one token is one too many."""
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12)),
+            ScriptedCall(tokens=(), reason="length", call={"max_tokens": grant}),
+            budget=2,
+        )
+        assert int(found) == check(self.ID, story).found
 
     def test_less_than_is_left_is_the_stacks_choice(self) -> None:
         """A context window may be smaller than the budget."""

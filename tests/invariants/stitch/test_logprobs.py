@@ -72,6 +72,15 @@ def test_each_wrong_value_is_blamed_on_one_check(value: float, check_id: str, la
     assert 2 == finds(check_id, story).where["index"]
 
 
+@pytest.mark.parametrize(("by", "found"), [(5e-5, set()), (1e-4, {"stitch.logprobs-paired"})])
+def test_what_32_bits_round_is_no_difference(by: float, found: set[str]) -> None:
+    """The values of many tokens, at a logprob of -75: 32 bits round it by less than a millionth."""
+    part = ScriptedCall(tokens=tuple(range(100, 300)), reason="length")
+    values = -(0.25 + 0.5 * np.arange(200))
+    values[150] -= by
+    assert found == blamed(script_rollout(part, budget=200, sample={"logprobs": values}))
+
+
 class TestPresent:
     """``stitch.logprobs-present``."""
 
@@ -92,6 +101,13 @@ class TestPresent:
             == finding.title
         )
         assert "NaN at response index 0-2" == finding.observed
+
+    def test_a_single_lost_value_is_one(self) -> None:
+        """Its sentence has a verb of its own."""
+        assert (
+            "1 of 8 logprobs is missing from the sample, although the engine returned them"
+            == finds(self.ID, spoiled(put(0, np.nan))).title
+        )
 
     def test_a_call_that_does_not_ask_is_found(self) -> None:
         """The option got lost on a resume, and the engine cannot be blamed."""

@@ -467,6 +467,15 @@ class TestTokens:
         )
         passes(self.ID, story)
 
+    def test_what_comes_before_the_last_words_of_the_environment_is_judged(self) -> None:
+        """They are left off, and the logprobs of the policy's tokens are not the engine's."""
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(observed=(91, 92), lost=True),
+            sample={"response": (11, 12), "logprobs": np.array([-7.0, -8.0])},
+        )
+        assert "2 of 2 logprobs are not" in finds("stitch.logprobs-paired", story).title
+
     def test_stripped_stop_tokens_are_named(self) -> None:
         """The last token of each turn that ended naturally is gone, the last turn's or not."""
         parts = (
@@ -690,6 +699,24 @@ class TestMatchesUnbroken:
             finding.where["version"],
         )
         assert {self.ID} == blamed(story, self.POLICY)
+
+    def test_the_first_of_several_differing_tokens_is_shown(self) -> None:
+        """And what surrounds it; the others are counted."""
+        a = self._tokens(20)
+        wrong = (*a[:5], 63, *a[6:18], 62, a[19])
+        story = script_rollout(
+            ScriptedCall(tokens=wrong[:2]),
+            ScriptedCall(tokens=wrong[2:], reason="length"),
+            budget=20,
+        )
+        finding = check(self.ID, story, self.POLICY).findings[0]
+        shown = f"[..., {', '.join(map(str, wrong[2:8]))}, ...]; differs at response index 5"
+        assert finding.observed.startswith(shown)
+        assert f"[..., {', '.join(map(str, self._expected(wrong)[2:8]))}, ...]" in finding.expected
+
+    def _expected(self, ids: tuple[int, ...]) -> list[int]:
+        """What the policy samples after each prefix of a sample."""
+        return self.POLICY.choices(0, (1, 2, *ids), 2).tolist()
 
     def test_it_needs_one_version_and_a_resume(self) -> None:
         """Across an update, and in a single call, there is no unbroken twin to compare with."""

@@ -52,6 +52,16 @@ def test_a_label_is_not_weights() -> None:
     assert "verl #7495" in finding.hint
 
 
+def test_another_label_is_not_that_of_the_update() -> None:
+    """A label that no update was asked for, and an update without a label."""
+    for label, shown in ((1, 7), (None, None)):
+        script = _fleet().add(_update(UpdatePhase.ASKED, label=label))
+        script.weights(0, label=shown, loaded=False)
+        script.add(_update(UpdatePhase.ENDED, label=label))
+        finding = finds(ID, _served(script))
+        assert "an update ended, and no server was given its weights" == finding.title
+
+
 def test_weights_that_were_loaded_pass() -> None:
     """Before the update returns, or before the next call is admitted, as lazy stacks do."""
     eager = _fleet().add(_update(UpdatePhase.ASKED))

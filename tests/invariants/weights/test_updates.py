@@ -331,6 +331,27 @@ class TestAtOnce:
             == finding.observed
         )
 
+    def test_each_server_is_judged_for_itself(self) -> None:
+        """The race went well on s0, s2 was not part of it, and s1 was left with older weights."""
+        script = _fleet().weights(0, "s2")
+        for server, loads in (("s0", (1, 2)), ("s1", (2, 1))):
+            script.pause(server=server).pause(server=server)
+            for version in loads:
+                script.weights(version, server)
+            script.resume(server).resume(server)
+        script.weights(2, "s2").weights(1, "s2")
+        assert "s1" == finds(self.NEWEST, script).where["server"]
+
+    def test_a_server_that_died_after_the_race_has_no_newest_weights(self) -> None:
+        """What it loads when it comes back replaces nothing."""
+        script = _fleet().pause().pause().weights(2).resume().resume().fault("death", "s0")
+        passes(self.NEWEST, script.weights(1), updates_started_at_once=1)
+
+    def test_weights_without_a_number_have_no_order(self) -> None:
+        """Only numbers say which of two weights are newer."""
+        script = _fleet().pause().pause().weights(2).weights("first", label="first")  # type: ignore[arg-type]
+        passes(self.NEWEST, script.resume().resume(), updates_started_at_once=1)
+
     def test_the_last_load_of_the_newer_weights_is_named(self) -> None:
         """A repeated load is the one that the older update came after."""
         script = _fleet().pause().pause().weights(2).weights(2).weights(1).resume().resume()
