@@ -103,10 +103,8 @@ def _reason_is_right(
     # Whether a limit counts one turn, all turns or the environment's tokens too is not declared:
     # the widest reading raises no false alarm.
     exhausted = _exhausted(view, delivered)
-    unanswered = any(
-        attempt.number > (delivered.reference.last if delivered.reference.last is not None else -1)
-        for attempt in view.attempts
-    )
+    last = delivered.reference.last
+    unanswered = any(last is None or attempt.number > last for attempt in view.attempts)
     # No reply arrived: only an abort, an error or a used-up budget is a truthful reason.
     if engine_reason is None:
         return sample_reason in (FinishReason.ABORT, FinishReason.ERROR) or exhausted

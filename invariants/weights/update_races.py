@@ -191,9 +191,7 @@ class WeightsNewestUpdateStays(_SimultaneousUpdates):
                 continue
             out.finding(
                 "an older update overwrote a newer one",
-                expected=(
-                    f"version {version}, loaded at event {index}, stays on {server}"
-                ),
+                expected=f"version {version}, loaded at event {index}, stays on {server}",
                 observed=(
                     f"version {loaded.version} was loaded after it, at event {loaded.index}, and is"
                     " served to the end"

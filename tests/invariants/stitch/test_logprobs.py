@@ -81,6 +81,12 @@ def test_what_32_bits_round_is_no_difference(by: float, found: set[str]) -> None
     assert found == blamed(script_rollout(part, budget=200, sample={"logprobs": values}))
 
 
+@pytest.mark.parametrize(("by", "found"), [(1e-6, set()), (1e-5, {"stitch.logprobs-paired"})])
+def test_what_32_bits_round_of_a_few_tokens_is_no_difference(by: float, found: set[str]) -> None:
+    """The values of a short sample, at a logprob of -1."""
+    assert found == blamed(spoiled(put(2, TRUE[2] - by)))
+
+
 class TestPresent:
     """``stitch.logprobs-present``."""
 
