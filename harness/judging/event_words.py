@@ -44,6 +44,7 @@ __all__ = [
 
 _LONGEST = 160
 """Characters of a text of the stack's own: a story has one line an event."""
+_LONGEST_HANDLE = 40
 
 
 def tokens(count: int) -> str:
@@ -69,8 +70,7 @@ def describe(event: Event) -> str:
     if isinstance(event, Weights):
         return _describe_weights(event)
     if isinstance(event, Abort):
-        wanted = "all calls" if event.wanted == "*" else event.wanted
-        return f"abort of {wanted} on {event.server_id}"
+        return f"abort of {_describe_aborted(event)} on {event.server_id}"
     if isinstance(event, Pause):
         return f"pause of {event.server_id} ({event.mode})"
     if isinstance(event, Resume):
@@ -88,6 +88,20 @@ def describe(event: Event) -> str:
             return f"{what} of call {event.call_id}"
         return f"{what} of {event.server_id}" if event.server_id is not None else what
     return ""
+
+
+def _describe_aborted(event: Abort) -> str:
+    """Return which calls an abort was for. A handle says something to its caller only if it met
+    no call, or several: a caller that gives none never sees the one that the engine made up.
+    """
+    if event.wanted == "*":
+        return "all calls"
+    if len(event.call_ids) == 1:
+        return f"call {event.call_ids[0]}"
+    handle = _shortened(event.wanted, _LONGEST_HANDLE)
+    if not event.call_ids:
+        return handle
+    return f"{handle} (calls {', '.join(map(str, event.call_ids))})"
 
 
 def described(event: Event) -> str:
@@ -207,6 +221,6 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _shortened(text: str) -> str:
+def _shortened(text: str, longest: int = _LONGEST) -> str:
     text = one_line(text)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

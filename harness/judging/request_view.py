@@ -23,7 +23,7 @@ from rollproof.judging.weight_history import WeightHistory
 __all__ = ["UNATTRIBUTED_CALLS", "RequestView"]
 
 UNATTRIBUTED_CALLS = (
-    "These engine calls cannot be attributed to a request; set `request_id` on the EngineCall."
+    "These engine calls cannot be attributed to a request; begin their `request_id` with its id."
 )
 
 

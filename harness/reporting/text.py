@@ -21,6 +21,7 @@ from rollproof.reporting.commands import replay_command
 __all__ = [
     "KINDS",
     "NOT_EXERCISED",
+    "NO_SAMPLE",
     "WIDTH",
     "Line",
     "Style",
@@ -43,6 +44,8 @@ __all__ = [
 
 NOT_EXERCISED = "not exercised"
 """The start of a check's reason if its situation did not occur."""
+NO_SAMPLE = "no rollout delivered a sample"
+"""How the note of a run begins in which every rollout raised or returned nothing."""
 WIDTH = 118
 """Columns of a report on a wide terminal, or in a log."""
 # Seven ids and more would wrap, and hide the reason at the end of the line.
@@ -132,6 +135,8 @@ def report_lines(
         width: the columns of the terminal; lines are no longer than usual on a wide one.
     """
     width = min(width, WIDTH)
+    # most checks are then unknown for one reason, which the note and a failed check have
+    gather = gather or any(note.startswith(NO_SAMPLE) for note in report.get("notes", ()))
     yield Style.TITLE, _narrowed(_head(report), "    ", width)
     shown = (
         ("fail", "expected fail", "unknown", "pass", "not applicable")

@@ -34,7 +34,7 @@ from rollproof.judging.judge import Tally
 from rollproof.judging.known_failures import KnownFailureLedger, KnownFailures
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Interrupted, Report
-from rollproof.reporting.text import KINDS
+from rollproof.reporting.text import KINDS, NO_SAMPLE
 from rollproof.simulation.virtual_loop import DEADLOCK
 from rollproof.simulation.watchdog import STUCK
 from rollproof.verification.argument_checks import (
@@ -346,7 +346,7 @@ class _Campaign:
         elif errors:
             how = [f"each of {errors:,} raised an error"]
         first = f", the first one {self.first_error}" if errors else ""
-        return f"no rollout delivered a sample: {' and '.join(how)}{first}"
+        return f"{NO_SAMPLE}: {' and '.join(how)}{first}"
 
     def _count_ends(self, trace: Trace) -> None:
         for event in trace.events:

@@ -159,7 +159,10 @@ def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
         expected=f"call {aborted.call.call_id} was aborted: the sample is {declared} (partial_off)",
         observed=observed,
         where=view.place(call=aborted.call.call_id, index=result.index),
-        hint="The flag is read in one of two code paths (verl #6882, slime #2092).",
+        hint=(
+            "The switch is often read in one of two code paths (verl #6882, slime #2092). If your"
+            " stack has no switch for partial rollout, leave partial_off out of its contract."
+        ),
     )
 
 

@@ -240,12 +240,23 @@ class LifecycleNoErrorWithoutFault(EventCheck):
 
 def _cause_of(error: str, last: EngineOutput | None) -> str:
     """Return the known cause that the error and the last reply show, if they show one."""
+    if _OF_FAKE.search(error):
+        return (
+            "Your client calls its servers in another form than the fake server's methods have: put"
+            " a small class between them that translates arguments and replies"
+            " (docs/how-to/adapter.md)."
+        )
     if _is_own(error):
         last = None
-    if last is not None and last.routes is not None and _ARRAY.search(error):
+    if last is not None and (
+        (last.routes is not None and _ARRAY.search(error))
+        # `out.logprobs or []`
+        or (last.logprobs is not None and _TRUTH.search(error))
+    ):
         return (
-            "A legal engine reply made the stack raise: it takes routes for a list or a tensor, and"
-            " the engine returned a numpy array (verl #7158)."
+            "A legal engine reply made the stack raise: it takes routes or logprobs for a list or a"
+            " tensor, and the engine returned a numpy array (verl #7158). If your engine returns"
+            " lists, convert them where your adapter reads the reply: `out.logprobs.tolist()`."
         )
     if last is not None and last.finish_reason is FinishReason.ABORT and not last.token_ids:
         return (
@@ -271,6 +282,9 @@ def _is_own(error: str) -> bool:
 _MISSPELT = frozenset(
     ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError")
 )
+_OF_FAKE = re.compile(
+    r"(FakeEngine|RayHandle)(\.\w+\(\) (got|missing|takes)|' object has no attribute)"
+)
 _WRONG_CALL = re.compile(r"(keyword|positional) argument")
 _LACKING = re.compile(r"'([\w.]+)' object has no attribute '(\w+)'")
 _OF_REPLIES = frozenset(("numpy.ndarray", "NoneType", "list", "tuple"))
@@ -279,6 +293,7 @@ _OF_LISTS_AND_TENSORS = frozenset(
     (*dir(list), "clone", "cpu", "detach", "device", "dim", "is_cuda", "numel", "numpy", "to")
 )
 """Attributes that a stack may expect of routes which an engine returns as an array."""
+_TRUTH = re.compile(r"truth value of an (empty )?array", re.IGNORECASE)
 _ARRAY = re.compile(r"ndarray|numpy|truth value of an array", re.IGNORECASE)
 
 

@@ -153,7 +153,16 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
     # The row of a segment's last token is computed by the next call, so a fault there alone is an
     # off-by-one at the seam.
     boundary = len(group.positions) == 1 and view.segment_of(first) != view.segment_of(first + 1)
-    if boundary:
+    # in a case that was shrunk it may be the only row of its segment, and show no more than that
+    only = first == 0 or view.segment_of(first - 1) != view.segment_of(first)
+    if boundary and only and declared is Provenance.AS_SAMPLED:
+        hint = (
+            "On resume keep all rows that are there and append those of the new tokens alone,"
+            " `new[len(rows):]`: here they were replaced by a later call's, or the last one was. If"
+            " the later rows are meant, declare provenance='latest-prefill'. Compare verl #6046"
+            " (ppo_kl) and #6029 (the discussion)."
+        )
+    elif boundary:
         hint = (
             "The last token of a segment is forwarded by the next call: its row belongs to that"
             " call. Keep rows [0, prompt + tokens - 1) of a segment and let the next one start"

@@ -472,7 +472,8 @@ class WeightsOneVersionPerSample(EventCheck):
                         ),
                         hint=(
                             "A call was still in flight, or was resumed, across the update: drain"
-                            " or drop it first (labs-molt #124)."
+                            " or drop it first (labs-molt #124). If your stack has no switch for"
+                            " partial rollout, leave partial_off out of its contract."
                         ),
                     )
                     return

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from rollproof.core.events.base import Event
 from rollproof.core.events.replay import Action, Outcome, Purpose, Step
-from rollproof.core.events.rollout import Admit, Gauge, Result, Update, UpdatePhase
+from rollproof.core.events.rollout import Abort, Admit, Gauge, Result, Update, UpdatePhase
 from rollproof.core.records import Span
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check, Collector, Finding, request_check, trace_check
+from rollproof.judging.event_words import describe
 from rollproof.judging.judge_context import JudgeContext
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import RequestView
@@ -105,6 +108,24 @@ def test_a_request_is_told_from_its_submission_to_its_sample() -> None:
         "call 2 on s0 (v1) got 5 tokens, sampled 1 token, ended by length: segment 1",
         ">> r0 delivered: 4 tokens, ended by length",
     ] == told(resumed(), each_request())
+
+
+@pytest.mark.parametrize(
+    ("abort", "said"),
+    [
+        ({"wanted": "call-1", "call_ids": (1,)}, "abort of call 1 on s0"),
+        ({"wanted": "a" * 32, "call_ids": (1,)}, "abort of call 1 on s0"),
+        ({"wanted": "g", "call_ids": (1, 2)}, "abort of g (calls 1, 2) on s0"),
+        ({"wanted": "r7", "call_ids": ()}, "abort of r7 on s0"),
+        ({"wanted": "r" * 99, "call_ids": ()}, f"abort of {'r' * 37}... on s0"),
+        ({"wanted": "*", "call_ids": (1,)}, "abort of all calls on s0"),
+    ],
+)
+def test_an_abort_names_the_calls_that_it_met(abort: dict[str, Any], said: str) -> None:
+    """A handle is named if it met no call, or several: one that the engine made up is in no
+    program.
+    """
+    assert said == describe(Abort(server_id="s0", **abort))
 
 
 def test_a_finding_at_a_call_marks_its_reply() -> None:

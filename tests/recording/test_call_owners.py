@@ -104,7 +104,9 @@ def test_calls_that_cannot_be_attributed_are_not_judged(name_calls: bool) -> Non
     tokens = next(result for result in trace.report.results if result.id == "stitch.tokens")
 
     assert (Verdict.PASS if name_calls else Verdict.UNKNOWN) == tokens.verdict
-    assert name_calls or "cannot be attributed to a request; set `request_id`" in tokens.reason
+    assert (
+        name_calls or "cannot be attributed to a request; begin their `request_id`" in tokens.reason
+    )
 
 
 def test_distinct_prompts_are_attributed_from_any_thread() -> None:

@@ -203,6 +203,26 @@ class TestNoErrorWithoutFault:
         script.reply(call, (3, 4)).result(event={"error": "TypeError: numpy.float64"})
         assert "verl" not in finds(self.ID, script).hint
 
+    def test_the_truth_of_an_array_of_logprobs_is_named(self) -> None:
+        """`out.logprobs or []` is legal for lists, which real engines return."""
+        script = opened()
+        error = "ValueError: The truth value of an empty array is ambiguous"
+        script.reply(script.call((1, 2)), (3,), reason="abort")
+        assert "out.logprobs.tolist()" in finds(self.ID, script.result(event={"error": error})).hint
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            "TypeError: FakeEngine.generate() got an unexpected keyword argument 'rid' (c.py:3)",
+            "TypeError: FakeEngine.generate() missing 1 required keyword-only argument: 'max'",
+            "AttributeError: 'RayHandle' object has no attribute 'chat'",
+        ],
+    )
+    def test_a_call_in_the_words_of_another_engine_is_named(self, error: str) -> None:
+        """The client is right for its own engine: what is missing is a translation."""
+        hint = finds(self.ID, opened().result(event={"error": error})).hint
+        assert "put a small class between them" in hint
+
     @pytest.mark.parametrize("what", ["lost-reply", "late-reply", "duplicate-reply", "reject"])
     def test_a_fault_of_its_own_call_explains_an_error(self, what: str) -> None:
         """The request may give up; another one may not."""
