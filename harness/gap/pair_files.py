@@ -39,12 +39,22 @@ _INCOMPLETE = (
 )
 
 
+_USUAL: Mapping[str, Sequence[str]] = {
+    "sequence_id": (
+        *("id", "uid", "uuid", "rid", "idx", "index", "request_id", "sample_id", "sample_index"),
+        *("seq_id", "traj_id", "trajectory_id", "rollout_id"),
+    ),
+}
+"""Names that frameworks have for a column, and that are not like ours."""
+
+
 def read_pairs(
     path: Path, *, renamed: Mapping[str, str] | None = None, groups: Sequence[str] = ()
 ) -> TokenPairs:
     """Return the pairs of a Parquet file (or of an Arrow IPC file or stream).
 
-    Columns that are not in ``COLUMNS`` are ignored, unless they are groups.
+    Columns that are not in ``COLUMNS`` are ignored, unless they are groups. In a file with one row
+    a sequence, ``sequence_id`` may be missing: the rows are then numbered.
 
     Args:
         path: the file.
@@ -54,7 +64,9 @@ def read_pairs(
     Raises:
         GapError: the file cannot be read, lacks a column, or a column holds wrong values.
     """
-    values, by_version = read_columns(path, required=_REQUIRED, renamed=renamed, groups=groups)
+    values, by_version = read_columns(
+        path, required=_REQUIRED, renamed=renamed, groups=groups, number_rows=True
+    )
     labels = {name: values.pop(_GROUP + name) for name in groups}
     return TokenPairs.of(by_version=by_version, groups=labels, **values)
 
@@ -65,16 +77,17 @@ def read_columns(
     required: Sequence[str],
     renamed: Mapping[str, str] | None = None,
     groups: Sequence[str] = (),
+    number_rows: bool = False,
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[int | str, npt.NDArray[Any]]]:
     """Return the columns of a file, one entry a token.
 
     The columns of ``COLUMNS`` are by name, the ``groups`` by their name after ``group ``, those of
-    ``trainer_logprob@VERSION`` by version. Raises as ``read_pairs`` does, also if one of
-    ``required`` is missing.
+    ``trainer_logprob@VERSION`` by version. ``number_rows``: a file with one row a sequence need
+    not name its sequences. Raises as ``read_pairs`` does, also if one of ``required`` is missing.
     """
     import pyarrow as pa
 
-    table = _load(path, dict(renamed or {}), required, groups)
+    table = _load(path, dict(renamed or {}), required, groups, number_rows=number_rows)
     try:
         columns = {name: _plain(table.column(name)) for name in table.column_names}
         lists = {
@@ -83,8 +96,10 @@ def read_columns(
             if _depth(column.type) > (2 if name in _ROUTES else 0)
         }
         if lists:
-            columns = _flattened(columns, lists, path)
+            columns = _flattened(columns, lists, path, number_rows=number_rows)
         for name, column in columns.items():
+            if name not in table.column_names:  # the number of the row
+                continue
             _require_depth(name, column, table.column(name).type, path, by_sequence=bool(lists))
         values = {name: _numpy(name, column) for name, column in columns.items()}
     except pa.ArrowNotImplementedError as error:
@@ -106,7 +121,12 @@ def read_columns(
 
 
 def _load(
-    path: Path, renamed: dict[str, str], required: Sequence[str], groups: Sequence[str]
+    path: Path,
+    renamed: dict[str, str],
+    required: Sequence[str],
+    groups: Sequence[str],
+    *,
+    number_rows: bool,
 ) -> Any:
     unknown = sorted(set(renamed) - set(COLUMNS))
     if unknown:
@@ -116,12 +136,26 @@ def _load(
         )
 
     def chosen(schema: Any) -> list[str]:
-        read = _columns_to_read(schema, renamed, required, path)
+        needed = required
+        if number_rows and "sequence_id" not in renamed and _has_lists(schema, renamed, required):
+            needed = [name for name in required if name != "sequence_id"]
+        read = _columns_to_read(schema, renamed, needed, path)
         return list(dict.fromkeys([*read, *_group_columns(schema.names, groups, path)]))
 
     table = load_table(path, chosen)
     _check_kinds(table, path)
     return _with_groups(table, renamed, groups)
+
+
+def _has_lists(schema: Any, renamed: Mapping[str, str], required: Sequence[str]) -> bool:
+    """Return whether the file has one row a sequence.
+
+    If none of the columns that tell has a name that is known, those of numbers tell: a file whose
+    logprobs have other names has the same form.
+    """
+    theirs = [renamed.get(name, name) for name in required if name.endswith("_logprob")]
+    told = [name for name in schema.names if name in theirs] or schema.names
+    return any(_depth(schema.field(name).type) == 1 for name in told)
 
 
 def _check_kinds(table: Any, path: Path) -> None:
@@ -190,8 +224,9 @@ def _guessed(lacking: Sequence[str], schema: Any, renamed: Mapping[str, str]) ->
             for own in schema.names
             if own in free and _may_be(name, schema.field(own).type, own)
         ]
+        known = [own for own in candidates if own.lower() in _USUAL.get(name, ())]
         # the name is probably one of another project, or misspelt
-        match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+        match = known[:1] or difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
         within = [own for own in candidates if name in own]
         if not match and len(within) == 1:  # response_mask for mask
             match = within
@@ -210,6 +245,9 @@ def _may_be(name: str, kind: Any, own: str) -> bool:
     depth = _depth(kind)
     if name in _ROUTES:
         return depth >= 2
+    if name == "sequence_id":
+        # other lists would be taken for the sequences of single tokens
+        return depth == 0 and not pt.is_floating(kind)
     for _ in range(depth):
         kind = kind.value_type
     if depth > 1:
@@ -300,10 +338,13 @@ def _depth(kind: Any) -> int:
     return depth
 
 
-def _flattened(columns: Mapping[str, Any], lists: set[str], path: Path) -> dict[str, Any]:
+def _flattened(
+    columns: Mapping[str, Any], lists: set[str], path: Path, *, number_rows: bool
+) -> dict[str, Any]:
     """Turn one row a sequence into one row a token.
 
     Lists are laid end to end; a value that is no list holds for all tokens of its sequence.
+    ``number_rows``: the number of its row is the id of a sequence without one.
     """
     import pyarrow.compute as pc
 
@@ -330,10 +371,11 @@ def _flattened(columns: Mapping[str, Any], lists: set[str], path: Path) -> dict[
         _require_distinct_ids(columns["sequence_id"], path)
     # the row of each token, to repeat the columns that hold one value a sequence
     parents = pc.list_parent_indices(columns[first])
-    return {
+    values = {
         name: pc.list_flatten(column) if name in lists else column.take(parents)
         for name, column in columns.items()
     }
+    return {"sequence_id": parents, **values} if number_rows else values
 
 
 def _require_depth(name: str, column: Any, kind: Any, path: Path, *, by_sequence: bool) -> None:

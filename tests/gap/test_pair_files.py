@@ -248,6 +248,7 @@ def test_a_limit_that_no_number_of_tokens_decides() -> None:
         ("mask", {"response_mask": np.ones(N, bool)}, "response_mask"),
         ("mask", {"response_mask": np.ones(N, bool), "attention_mask": np.ones(N, bool)}, None),
         ("sequence_id", {"sequence": np.arange(N) // LENGTH}, "sequence"),
+        ("sequence_id", {"uid": np.arange(N) // LENGTH, "response_id": ROLLOUT}, "uid"),
     ],
 )
 def test_a_suggested_column_is_accepted(
@@ -266,6 +267,21 @@ def test_a_suggested_column_is_accepted(
     assert ({} if suggested is None else {lacking: suggested}) == options
     if options:
         assert SEQUENCES == read_pairs(path, renamed=options).n_sequences
+
+
+def test_rows_that_are_sequences_need_no_name(tmp_path: Path) -> None:
+    """A row of lists is a sequence, so its number is a name as good as any. Lists are never
+    suggested for one: of token ids they would make sequences of the tokens that are equal.
+    """
+    rows = {name: column for name, column in ROWS.items() if name != "sequence_id"}
+    path = write(tmp_path, {**rows, "response_ids": rows["mask"]})
+    assert SEQUENCES == read_pairs(path).n_sequences
+    named = read_pairs(write(tmp_path, ROWS))
+    assert named.starts.tolist() == read_pairs(path).starts.tolist()
+
+    theirs = {"response_ids": rows["mask"], **{f"a_{name}": rows[name] for name in rows}}
+    with pytest.raises(GapError, match="has no column rollout_logprob, trainer_logprob, mask"):
+        read_pairs(write(tmp_path, theirs))
 
 
 def test_two_lacking_columns_are_not_the_same_one(tmp_path: Path) -> None:

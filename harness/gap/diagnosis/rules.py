@@ -71,7 +71,7 @@ def _misaligned(scene: Scene) -> Cause | None:
             f" the trainer's taken one place {_direction(shift.step)}"
         )
         confidence = confidence_beyond(shift.here / max(shift.left, 1e-6), BETTER)
-        return _off_by_one(shift.step, confidence, because)
+        return _off_by_one(shift.step, confidence, because, partial=shift.partial)
     # sequences that are too short to be looked at one by one
     lagged = {step: value for step, value in scene.signs.lagged.items() if math.isfinite(value)}
     if not lagged:
@@ -87,14 +87,20 @@ def _misaligned(scene: Scene) -> Cause | None:
     return _off_by_one(step, confidence_beyond(lagged[step] - here, 0.3), because)
 
 
-def _off_by_one(step: int, confidence: float, because: str) -> Cause:
+def _off_by_one(step: int, confidence: float, because: str, *, partial: bool = False) -> Cause:
+    late, early = ("late", "early") if step > 0 else ("early", "late")
+    resumed = (
+        " If it begins within a sequence, look at the rollout's first: a resume that drops or"
+        " repeats one logprob moves all later ones."
+    )
     return Cause(
         name=CauseName.OFF_BY_ONE,
         confidence=confidence,
         because=because,
         advice=(
-            f"The trainer's logprobs are one token {'late' if step > 0 else 'early'}: the logits"
+            f"The trainer's logprobs are one token {late}, or the rollout's {early}: the logits"
             " of position p must score the token at p + 1, and no other."
+            f"{resumed if partial else ''}"
         ),
     )
 
