@@ -29,7 +29,7 @@ from rollproof.core.source_location import SourceLocation
 from rollproof.errors import TraceError, UsageError
 from rollproof.judging.checks import Check, CheckResult, Verdict
 from rollproof.judging.judge import Tally
-from rollproof.judging.report import ExitCode
+from rollproof.judging.report import ExitCode, Report
 from rollproof.reporting.text import NOT_EXERCISED, WIDTH, Line, Style, report_lines, wrapped
 from rollproof.verification.followed import Alarm
 from rollproof.verification.judged_files import (
@@ -41,7 +41,7 @@ from rollproof.verification.judged_files import (
 )
 from rollproof.verification.trace_files import TraceFiles, find_traces, sample_of, since_of
 
-__all__ = ["check", "summary_lines"]
+__all__ = ["check", "check_served", "summary_lines"]
 
 _SMALL_BYTES = 16 << 20
 _SMALL_FILES = 256
@@ -159,6 +159,15 @@ def check(
         raise TraceError(judged.unjudged[0].error)
     alone = Path(files.paths[0]) if len(files) == 1 else None
     return _show(output, judged, alone, notes=files.notes, verbose=verbose)
+
+
+def check_served(trace: Path) -> Report:
+    """Judge the trace of one served command, print the report, and return it."""
+    files, settings = find_traces([trace]), UnitSettings()
+    judged = FilesJudged(tally=Tally(settings.registry()))
+    _sum(_results(files, settings, lambda _: None, 1), files, judged)
+    _show(Output(None, None), judged, trace, notes=files.notes, verbose=False)
+    return judged.report(files.notes)
 
 
 def _follow(

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rollproof.cli.check import check
+from rollproof.cli.check import check_served
 from rollproof.core.events.rollout import Call
 from rollproof.core.trace import Header
 from rollproof.errors import UsageError
 from rollproof.http_clients.server_addresses import environment
-from rollproof.judging.report import ExitCode
+from rollproof.judging.checks import Verdict
+from rollproof.judging.report import ExitCode, Report
+from rollproof.reporting.text import NOT_EXERCISED, wrapped
 from rollproof.store import TraceWriter, open_trace
 
 if TYPE_CHECKING:
@@ -31,6 +33,15 @@ if TYPE_CHECKING:
 
 __all__ = ["run_served", "split_command"]
 
+_BEYOND_A_RUN = (
+    "a recording does not",
+    "the clock of a recording does not",
+    "no request has a budget",
+    "no two requests of a trace ended by length at budgets three times apart",
+)
+"""How reasons of unknown checks begin that no change of the client's replies or samples decides:
+what a fake server cannot see, and promises that the client does not report.
+"""
 _GRACE = 5.0
 """Seconds for which a command that was told to end may go on."""
 
@@ -69,6 +80,10 @@ def run_served(
 ) -> int:
     """Serve until the command ends, judge the trace, and return the exit code.
 
+    It is that of ``check``, but 0 in place of 2 if samples were judged, everything that arose
+    passed, and the rest is unknown only because its situation did not arise, or because no fake
+    server can see it: a run of a few requests never meets every situation.
+
     Args:
         command: the program and its arguments.
         server: ``sglang`` or ``vllm``.
@@ -102,11 +117,35 @@ def run_served(
                 " finds in ROLLPROOF_URL and, with the openai client, in OPENAI_BASE_URL.",
                 err=True,
             )
-        code = check([file])
+        report = check_served(file)
     if ended:
         typer.echo(f"The command {_ending(ended)}: what it did not reach is not judged.", err=True)
-        return code if code == ExitCode.FAIL else ExitCode.UNKNOWN
-    return code
+    if report.exit_code != ExitCode.UNKNOWN:
+        return report.exit_code
+    planned = not any("did not happen" in line or "applied to 0 of" in line for line in summary)
+    if ended or not planned or not _all_that_arose_passed(report):
+        return ExitCode.UNKNOWN
+    passed, unknown = report.summary["pass"], report.summary["unknown"]
+    text = (
+        f"  everything that arose passed: {passed} checks (exit code 0). {unknown} checks could not"
+        " be exercised by this run; `rollproof check` of its trace counts them as unknown."
+    )
+    typer.echo(wrapped(text))
+    return ExitCode.PASS
+
+
+def _all_that_arose_passed(report: Report) -> bool:
+    """Return whether samples were judged, and nothing is unknown that the client could decide."""
+    unknown = [result for result in report.results if result.verdict is Verdict.UNKNOWN]
+    judged = any(
+        result.verdict is Verdict.PASS and result.check.request is not None
+        for result in report.results
+    )
+    return judged and all(
+        result.reason.startswith((f"{NOT_EXERCISED}:", *_BEYOND_A_RUN))
+        and " traces: " not in result.reason  # another reason than that of most traces
+        for result in unknown
+    )
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> int:

@@ -164,8 +164,9 @@ def serve(
 ) -> int:
     """Serve a fake engine until Ctrl-C, with the endpoints that reinforcement-learning stacks use.
 
-    It answers programs of this machine, and no web pages. With --run it serves one command, and the
-    exit code is that of `rollproof check`; if the command fails, and nothing else does, it is 2.
+    It answers programs of this machine, and no web pages. With --run it serves one command: 0
+    if everything that arose passed, 1 if something failed, and 2 if no sample was judged, the
+    command failed, a planned fault did not happen, or the client left out what a check needs.
     """
     # imported here: no other command needs uvicorn and starlette
     from rollproof.fakes.engine.flavours import FLAVOURS
