@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -71,7 +72,7 @@ def show(
         read=survey.complete,
     )
     output.lines([(Style.TITLE, wrapped(summary, "    ", width))])
-    chosen = _chosen(survey, finding) if request is None else None
+    chosen = _chosen(survey, finding, file) if request is None else None
     if chosen is not None:
         number = survey.findings.index(chosen) + 1
         told = {**chosen.finding, "rerun": _rerun(trace, file)}
@@ -100,14 +101,17 @@ def show(
     return output.ended(ExitCode.USAGE if survey.error else ExitCode.PASS)
 
 
-def _chosen(survey: Survey, number: int | None) -> SurveyedFinding | None:
+def _chosen(survey: Survey, number: int | None, file: Path) -> SurveyedFinding | None:
     """Return the finding to tell, ``None`` if there is none."""
     findings = survey.findings
     if number is None:
-        return findings[0] if findings else None
+        # a counterexample has the name of its check, and often findings of others
+        check = re.sub(r"\.\d+$", "", file.stem)
+        own = [found for found in findings if found.check == check]
+        return next(iter(own or findings), None)
     if not 1 <= number <= len(findings):
-        there = f"1 to {len(findings)}" if findings else "none"
-        raise UsageError(f"There is no finding {number}; there are {there}.")
+        there = f"there are 1 to {len(findings)}" if len(findings) > 1 else "there is only 1"
+        raise UsageError(f"There is no finding {number}; {there if findings else 'there is none'}.")
     return findings[number - 1]
 
 

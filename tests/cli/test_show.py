@@ -50,6 +50,17 @@ def test_the_first_finding_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "    2. routes.position: " in text
 
 
+@pytest.mark.parametrize("name", ["routes.position.json", "routes.position.2.json"])
+def test_a_counterexample_tells_the_finding_of_its_check(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command is printed below that finding; those of other checks are listed."""
+    dump_trace(traced(4, wrong=[1], shifted=[3]), name)
+    text = output_of(capsys, name)
+    assert "FAIL  routes.position: " in text
+    assert "    1. stitch.tokens: " in text
+
+
 def test_another_finding_or_request_is_told_on_demand(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -88,8 +99,8 @@ def test_a_long_trace_says_that_it_was_not_read(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["t.json", "--finding", "2"], "There is no finding 2; there are 1 to 1."),
-        (["t.json", "--finding", "0"], "There is no finding 0; there are 1 to 1."),
+        (["t.json", "--finding", "2"], "There is no finding 2; there is only 1."),
+        (["t.json", "--finding", "0"], "There is no finding 0; there is only 1."),
         (["t.json", "--request", "r9"], "has no request 'r9'; there are r0, r1, r2."),
         (["t.json", "--request", "r0", "--finding", "1"], "Give --finding or --request, not both"),
         (["missing.json"], "There is no trace at missing.json"),
