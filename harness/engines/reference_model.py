@@ -18,6 +18,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import SamplingOption
 from rollproof.core.records import IntArray, LogprobArray, Scalar
 from rollproof.errors import EngineError
+from rollproof.replay.one_thread import one_thread
 
 __all__ = ["ReferenceModel"]
 
@@ -56,7 +57,7 @@ class ReferenceModel:
                 f"The engine returned token {max(ids)}; the vocabulary of"
                 f" {self._checkpoints[version]} ends at {vocab - 1}."
             )
-        with torch.no_grad(), _single_thread(torch), self._captured(model) as scores:
+        with torch.no_grad(), one_thread(), self._captured(model) as scores:
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         raw = _logprobs_of(logits, ids)
         scaled = raw if temperature in (0.0, 1.0) else _logprobs_of(logits / temperature, ids)
@@ -71,7 +72,7 @@ class ReferenceModel:
         import torch
 
         model = self._model(version)
-        with torch.no_grad(), _single_thread(torch):
+        with torch.no_grad(), one_thread():
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         terms = self._contract.engine
         over_prompt = terms is None or terms.repetition_over_prompt
@@ -100,7 +101,7 @@ class ReferenceModel:
         from rollproof.replay.hf.passes import hf_replay
 
         model = self._model(version)
-        with torch.no_grad(), _single_thread(torch), hf_replay(model, torch.as_tensor(routes)):
+        with torch.no_grad(), one_thread(), hf_replay(model, torch.as_tensor(routes)):
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         return _logprobs_of(logits, ids)
 
@@ -198,19 +199,6 @@ class ReferenceModel:
             if gaps.shape[1]:
                 orders[:, layer] = (gaps.amin(1) / size).numpy()
         return routes, margins, orders
-
-
-@contextmanager
-def _single_thread(torch: Any) -> Iterator[None]:
-    """Compute on one thread."""
-    # a tiny model gains nothing from more, and on a busy machine they wait for each other: seconds
-    # per forward
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _logprobs_of(logits: Any, ids: Sequence[int]) -> LogprobArray:

@@ -29,6 +29,7 @@ from rollproof.replay.hf.passes import hf_record, hf_replay
 from rollproof.replay.hf.router_formulas import fixed_selection
 from rollproof.replay.hf.routers import find_routers
 from rollproof.replay.hf.varlen_attention import use_varlen
+from rollproof.replay.one_thread import one_thread
 from rollproof.replay.router_hooks import last_forward_hook
 
 __all__ = ["HfTrainer", "Replay", "contract_of", "loss_of"]
@@ -86,18 +87,20 @@ class HfTrainer:
 
     def run(self, step: Step, spy: Spy) -> Outcome:
         """Run all microbatches of a step, forward and, if it trains, backward."""
-        self._prepare(step)
-        parts = []
-        for number, samples in enumerate(step.microbatches):
-            spy.microbatch = number
-            if share := self.share(samples):
-                parts.append(self._microbatch(step, lay_out(share, self.setup.layout), spy))
-        return self._outcome(step, parts)
+        with one_thread():
+            self._prepare(step)
+            parts = []
+            for number, samples in enumerate(step.microbatches):
+                spy.microbatch = number
+                if share := self.share(samples):
+                    parts.append(self._microbatch(step, lay_out(share, self.setup.layout), spy))
+            return self._outcome(step, parts)
 
     def share(self, samples: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         """Return the samples of a microbatch that this process runs."""
         return samples
 
+    @one_thread()
     def reference(self, step: Step, world_size: int = 1) -> Outcome:
         """Run the step by the written-out formula of the family, with a fixed selection.
 

@@ -20,6 +20,7 @@ import numpy as np
 from rollproof.core.records import FloatArray, Rollout
 from rollproof.replay.megatron.megatron_setups import MegatronSetup, RouterKind
 from rollproof.replay.megatron.model_weights import values_of
+from rollproof.replay.one_thread import one_thread
 
 __all__ = ["PlainModel", "reference_losses"]
 
@@ -41,15 +42,10 @@ def reference_losses(
     import torch
 
     model = PlainModel(setup, number, nudges)
-    threads = torch.get_num_threads()
-    # matrices this small gain nothing from more threads, which spin while ranks could run
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         logprobs = {sample.request_id: model.logprobs(sample) for sample in samples}
         total = -torch.cat(list(logprobs.values())).sum()
         total.backward()
-    finally:
-        torch.set_num_threads(threads)
     gradients = {
         name: weight.grad.numpy()
         for name, weight in model.weights.items()
