@@ -240,12 +240,11 @@ def _class(cls: type, members: tuple[str, ...] = (), more: str = "") -> Iterator
     if issubclass(cls, Enum):
         yield f"\nValues: {', '.join(f'`{member.value}`' for member in cls)}."
     if is_dataclass(cls):
-        yield "\n| field | type | default | meaning |\n|---|---|---|---|"
+        yield ""
         for field in fields(cls):
-            yield (
-                f"| `{field.name}` | `{one_line(str(field.type))}` | {_default(field)} |"
-                f" {meanings.get(field.name, '')} |"
-            )
+            meaning = meanings.get(field.name, "").replace("\\|", "|")
+            kind = one_line(str(field.type)).replace("\\|", "|")
+            yield f"- `{field.name}: {kind}{_default(field)}`{f': {meaning}' if meaning else ''}"
     long = [name for name in members if _is_long(_member(cls, name))]
     if len(long) < len(members):
         yield ""
@@ -325,6 +324,7 @@ def _bare(default: Any) -> Any:
 
 
 def _default(field: Field[Any]) -> str:
+    """Return the default as a signature has it; "" if there is none."""
     if field.default is not MISSING:
-        return f"`{field.default!r}`"
-    return "`{}`" if field.default_factory is not MISSING else "required"
+        return f" = {field.default!r}"
+    return " = {}" if field.default_factory is not MISSING else ""

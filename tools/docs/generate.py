@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
@@ -23,7 +24,7 @@ import rollproof.verification.expected_failures
 from rollproof.cli.app import app
 from rollproof.core.contract import Contract
 from rollproof.core.limits import RolloutLimits
-from rollproof.fakes.known_bugs import KNOWN_BUGS, KnownBug
+from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.invariants import default_registry
 from rollproof.plugin import OPTIONS
 from tools.docs.api_page import api_page
@@ -58,9 +59,8 @@ def checks_page() -> Iterator[str]:
         "`rollproof checks ID` shows which data a check needs, which situations exercise it, and"
         " every known bug that it detects. Each known bug is planted on a reference client, trainer"
         " or layout: its check must detect it, and no check may fail that the bug does not name."
-        " `rollproof known-bugs` runs them, and `rollproof known-bugs ID` describes one. Below, a"
-        " bug is listed at the first check that detects it, with where it was published; `cf.`: the"
-        " fault published there is another one in the same code.\n"
+        " `rollproof known-bugs` runs them, and `rollproof known-bugs ID` describes one and says"
+        " where it was published. Below, a bug is listed at the first check that detects it.\n"
     )
     listed: set[str] = set()
     for family in families:
@@ -74,11 +74,7 @@ def checks_page() -> Iterator[str]:
             listed |= {bug.id for bug in bugs}
             yield f"\n### {check.id}\n\n{check.promise}"
             if bugs:
-                yield f"\n{'; '.join(f'`{bug.id}` ({_published(bug)})' for bug in bugs)}"
-
-
-def _published(bug: KnownBug) -> str:
-    return ", ".join(bug.refs)
+                yield f"\n{', '.join(f'`{bug.id}`' for bug in bugs)}"
 
 
 def contract_page() -> Iterator[str]:
@@ -96,16 +92,15 @@ def contract_page() -> Iterator[str]:
         " `ContractError`, which lists every problem at once."
     )
     _, meanings = described_fields(Contract.__doc__)
-    yield "\n| field | values | default | meaning |\n|---|---|---|---|"
+    yield ""
     enums = enum_texts(rollproof.core.conventions)
     for field in fields(Contract):
         name = str(field.type).replace(" | None", "")
-        default = "required" if field.default is MISSING else f"`{field.default}`"
-        values = (
-            f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`".replace("|", "\\|")
-        )
+        default = "required" if field.default is MISSING else f"default `{field.default}`"
+        values = f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`"
         meaning = meanings.get(field.name) or (one_line(enums[name][0]) if name in enums else "")
-        yield f"| `{field.name}` | {values} | {default} | {meaning} |"
+        meaning = meaning.replace("\\|", "|")
+        yield f"- **`{field.name}`** ({values}, {default}): {meaning}"
     for name, (text, members) in enums.items():
         # the table has the text of an enum, unless its field has one of its own
         owner = next((field.name for field in fields(Contract) if name in str(field.type)), "")
@@ -133,12 +128,15 @@ def options_page() -> Iterator[str]:
         "The command line wins over the ini file, the ini file over the default. Paths of the ini"
         " file start from pytest's root folder.\n"
     )
-    yield "| option | ini key | default | meaning |\n|---|---|---|---|"
+    yield (
+        "The key of `--rollproof-x-y` in the ini file is `rollproof_x_y`; `--rollproof-accept` has"
+        " none.\n"
+    )
+    yield "| option | meaning |\n|---|---|"
     for option in OPTIONS:
         value = f"={option.metavar}".replace("|", "\\|") if option.metavar else ""
-        default = "" if option.default in (None, (), False) else f"`{option.default}`"
-        key = f"`{option.dest}`" if option.ini else "none"
-        yield f"| `{option.flag}{value}` | {key} | {default} | {option.help} |"
+        default = "" if option.default in (None, (), False) else f"; default: {option.default}"
+        yield f"| `{option.flag}{value}` | {option.help}{default} |"
     yield (
         "\nFixtures: `rollproof_record`, `rollproof_sglang`, `rollproof_vllm`, `rollproof_replay`,"
         " `rollproof_gap`, `rollproof_profile`, `rollproof_seed`. Marker: every"
@@ -185,6 +183,7 @@ def _spelling(parameter: Any) -> str:
     return f"`{flags}{' ' + metavar if metavar and not parameter.is_flag else ''}`"
 
 
+_BETWEEN_CELLS = re.compile(r" *(?<!\\)\| *")
 PAGES = {
     "api.md": api_page,
     "checks.md": checks_page,
@@ -201,7 +200,13 @@ PAGES = {
 
 
 def _text(lines: Iterable[str]) -> str:
-    return f"{HEAD}\n" + "\n".join(lines).rstrip() + "\n"
+    text = "\n".join(lines).rstrip()
+    return f"{HEAD}\n" + "\n".join(map(_compact, text.split("\n"))) + "\n"
+
+
+def _compact(line: str) -> str:
+    """Return the row of a table without the blanks around its cells, any other line as it is."""
+    return _BETWEEN_CELLS.sub("|", line) if line.startswith("| ") else line
 
 
 def main(
