@@ -20,6 +20,7 @@ from rollproof.cli.gap import gap
 from rollproof.cli.init import init
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.matrix import matrix_commands
+from rollproof.cli.merge import merge
 from rollproof.cli.proxy import proxy
 from rollproof.cli.replay import replay
 from rollproof.cli.safe_stdio import stdout_failure
@@ -81,6 +82,7 @@ _COMMANDS = (
     gap,
     serve,
     proxy,
+    merge,
     known_bugs,
     checks,
     doctor,

@@ -49,6 +49,7 @@ from rollproof.core.record_validation import (
 from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout, Version, as_tokens
 from rollproof.core.trace import Header
 from rollproof.errors import RollproofError, UsageError
+from rollproof.fakes.http.report_headers import OWNER_HEADER
 from rollproof.recording.background_writer import BackgroundWriter, Dropped
 from rollproof.recording.live_calls import RecordedActor, watch_live
 from rollproof.recording.live_trace import Counts, LiveTrace, WallClock
@@ -291,6 +292,14 @@ class LiveRecorder:
                 self._put(_forgotten, exchanges, exchange, small=True)
 
         return watch_http(client, begun, ended, self._clock, server=server)
+
+    @staticmethod
+    def headers() -> Mapping[str, str]:
+        """Return HTTP headers that name the request in whose context code runs, for a proxy that
+        records its calls; none outside of a wrapped rollout.
+        """
+        running = CURRENT.get()
+        return {} if running is None else {OWNER_HEADER: running.request_id}
 
     def submit(self, request: Request) -> None:
         """Record that a caller submits ``request`` to the stack."""

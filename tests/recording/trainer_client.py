@@ -109,7 +109,7 @@ class Trainer:
                 (choice,) = reply["choices"]
                 ids += choice["token_ids"]
                 logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            routes = np.empty((0, 3, 2), np.uint8)
+            routes = None
             if choice["routed_experts"] is not None:
                 routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
             versions = _spread(choice["weight_versions"], len(ids))
@@ -132,7 +132,8 @@ class Trainer:
                 tokens += ids
                 logprobs += values
                 versions += labels
-                routes = new if routes is None else np.concatenate([routes, new])
+                if new is not None:
+                    routes = new if routes is None else np.concatenate([routes, new])
             if self.fault == "stale tag":
                 versions = [versions[0]] * len(versions)
             return {
