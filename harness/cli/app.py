@@ -15,6 +15,7 @@ import typer
 from rollproof.cli.check import check
 from rollproof.cli.checks import checks
 from rollproof.cli.contract import contract_commands
+from rollproof.cli.diff import diff
 from rollproof.cli.doctor import doctor
 from rollproof.cli.gap import gap
 from rollproof.cli.init import init
@@ -76,6 +77,7 @@ _COMMANDS = (
     init,
     verify,
     check,
+    diff,
     show,
     replay,
     seal,
