@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollproof.core.contract import Contract as Contract
     from rollproof.core.engine_contract import PauseMode as PauseMode
     from rollproof.core.limits import RolloutLimits as RolloutLimits
+    from rollproof.core.own_stops import OwnStops as OwnStops
     from rollproof.core.records import BatchRow as BatchRow
     from rollproof.core.records import EngineOutput as EngineOutput
     from rollproof.core.records import FinishReason as FinishReason
@@ -114,6 +115,7 @@ _HOMES = {
     "recording.recorder": ("EngineCall", "Recording", "record"),
     "core.engine_contract": ("PauseMode",),
     "core.limits": ("RolloutLimits",),
+    "core.own_stops": ("OwnStops",),
     "core.records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "verification.layouts": ("judge_layouts",),
     "verification.replay": ("judge_replay",),
@@ -160,6 +162,7 @@ __all__ = [
     "Fleet",
     "GapError",
     "LayoutSubject",
+    "OwnStops",
     "PauseMode",
     "Recording",
     "ReplayConformance",

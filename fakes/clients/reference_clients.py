@@ -20,6 +20,7 @@ from rollproof.core.contract import (
 )
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.limits import AnswerCut, RolloutLimits
+from rollproof.core.own_stops import OwnStops
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
 from rollproof.fakes.clients.resuming import FROZEN, AsSampled, ClientOptions, PartialSample
@@ -194,8 +195,9 @@ class AsSampledTurns(AsSampled):
 
 
 class AsSampledLimits(AsSampled):
-    """Runs multi-turn rollouts under limits of its own. Replies may lack logprobs, whose tokens it
-    masks out, and routes, in whose place it has the experts 0 to k - 1.
+    """Runs multi-turn rollouts under limits of its own, and ends turns at a stop sequence itself.
+    Replies may lack logprobs, whose tokens it masks out, and routes, in whose place it has the
+    experts 0 to k - 1.
     """
 
     options: ClassVar[ClientOptions] = ClientOptions(
@@ -210,6 +212,8 @@ class AsSampledLimits(AsSampled):
             answer=4,
             answer_keeps=AnswerCut.END,
         ),
+        # a string such as "</answer>" has several tokens
+        own_stops=OwnStops(sequences=((522, 9217, 29),)),
         filler=Filler.ARANGE,
         reply_gaps=True,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ from rollproof.core.contract import (
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Observation
 from rollproof.core.limits import RolloutLimits
+from rollproof.core.own_stops import OwnStops
 from rollproof.core.records import (
     EngineOutput,
     FinishReason,
@@ -65,6 +66,7 @@ class ClientOptions:
     multi_turn: declare turns and a loss mask even if a case has no turns. Every client runs the
         turns of its requests.
     limits: the limits that it is configured with.
+    own_stops: the token sequences at which it cuts replies.
     filler: the content of rows that came with no reply; ``Filler.NONE``: every reply has rows.
     reply_gaps: whether replies may lack logprobs and, with a filler, routes.
     """
@@ -78,6 +80,7 @@ class ClientOptions:
     back_off: float = 1.0
     multi_turn: bool = False
     limits: RolloutLimits | None = None
+    own_stops: OwnStops | None = None
     filler: Filler = Filler.NONE
     reply_gaps: bool = False
 
@@ -197,6 +200,7 @@ class AsSampled:
             partial_off=chosen.partial_off,
             kv_policy=fleet.kv_policy,
             limits=chosen.limits,
+            own_stops=chosen.own_stops,
             reply_gaps=chosen.reply_gaps,
         )
 
@@ -214,7 +218,7 @@ class AsSampled:
         idle = 0
         while idle < self.chosen.patience:
             sent, budget = self.resume_prompt(sample), self.next_budget(sample)
-            output = await self.attempt(sample, sent, budget)
+            output = self.cut_at_stop(sample, await self.attempt(sample, sent, budget))
             idle = 0 if output.token_ids else idle + 1
             self.absorb(sample, len(sent), output)
             if output.finish_reason is FinishReason.ABORT and not self.resumes(sample):
@@ -321,6 +325,40 @@ class AsSampled:
         self.merge_tokens(sample, output)
         self.merge_logprobs(sample, output)
         self.merge_versions(sample, output)
+
+    def cut_at_stop(self, sample: PartialSample, output: EngineOutput) -> EngineOutput:
+        """Return the reply up to the first stop sequence of the client's own in this turn; one that
+        began in earlier replies and is not kept is taken from them, too.
+        """
+        stops = self.chosen.own_stops
+        turn = sample.response[len(sample.response) - sample.turn_sampled :]
+        found = None if stops is None else stops.first_in(turn, output.token_ids)
+        if stops is None or found is None:
+            return output
+        end, sequence = found
+        count = end if stops.kept else end - len(sequence)
+        if count < 0:
+            self.take_back(sample, -count)
+        count = max(0, count)
+        return replace(
+            output,
+            token_ids=output.token_ids[:count],
+            logprobs=None if output.logprobs is None else output.logprobs[:count],
+            spans=tuple(
+                replace(span, end=min(span.end, count))
+                for span in output.spans
+                if span.start < count
+            ),
+            finish_reason=FinishReason.STOP,
+        )
+
+    def take_back(self, sample: PartialSample, count: int) -> None:
+        """Drop the last tokens of the response, which a stop sequence began with."""
+        for values in (sample.response, sample.mask, sample.logprobs, sample.labels):
+            del values[len(values) - count :]
+        sample.turn_sampled -= count
+        if sample.rows is not None:
+            sample.rows = sample.rows[: len(sample.ids) - 1]
 
     def merge_tokens(self, sample: PartialSample, output: EngineOutput) -> None:
         """Append the reply's tokens."""

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.core.error_text import show
 from rollproof.core.records import IntArray, LogprobArray, Version
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.coded.hashing import (
@@ -62,7 +63,7 @@ VersionSpan: TypeAlias = "tuple[int, int, Version]"
 
 _TOKENS, _LOGPROBS, _ROUTES = range(3)
 """Kinds of drawn values: each version has one key for each."""
-_N32, _N_LOW = (np.uint64(number) for number in (32, 0xFFFFFFFF))
+_N32, _N_LOW, _N40, _N16, _N63 = (np.uint64(number) for number in (32, 0xFFFFFFFF, 40, 0xFFFF, 63))
 _TABLE_BITS = 14
 _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 # the scratch of a block and the table together stay in the second-level cache
@@ -70,7 +71,8 @@ _BLOCK_CELLS = 1 << 14
 _LOGPROB_SHIFT, _LOGPROB_UNIT = np.uint64(64 - 23), 2.0**-20
 # Wide values are on a coarser grid, which float32 still represents exactly down to -40.
 _WIDE_VALUES, _WIDE_UNIT, _ZERO_BITS = 40 << 17, 2.0**-17, np.uint64(7)
-_OPTIONAL = ("eos_every", "eos_id", "wide_logprobs")
+_OPTIONAL = ("eos_every", "eos_id", "common_tokens", "wide_logprobs")
+_MOST_COMMON = 256
 _LIMITS: Mapping[str, tuple[int, int]] = {
     "seed": (-(1 << 63), MASK),
     "vocab": (2, 1 << 31),
@@ -93,6 +95,7 @@ class CodedPolicy:
     vocab: token ids are 0 to ``vocab - 1``.
     moe_layers: global indexes of MoE layers; columns of the other, dense layers are zeros.
     eos_every: on average one token in this many is ``eos_id``; ``None`` for never.
+    common_tokens: every second token, on average, is one of these; they are not ``eos_id``.
     wide_logprobs: logprobs lie in [-40, 0], one in eight is exactly 0.0, and about one in nine is
         below -32; else they lie in [-8, 0).
     """
@@ -105,6 +108,7 @@ class CodedPolicy:
     top_k: int
     eos_every: int | None = None
     eos_id: int = 0
+    common_tokens: tuple[int, ...] = ()
     wide_logprobs: bool = False
     _keys: dict[Version, tuple[int, int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -139,6 +143,19 @@ class CodedPolicy:
                 problems.append(f"wide_logprobs={wide!r} must be a bool.")
             if self.eos_id >= self.vocab:
                 problems.append(f"eos_id={self.eos_id} must be below vocab={self.vocab}.")
+            common: object = self.common_tokens
+            if (
+                not isinstance(common, tuple)
+                or len(common) > _MOST_COMMON
+                or any(
+                    not _within(token, 0, self.vocab - 1) or token == self.eos_id
+                    for token in common
+                )
+            ):
+                problems.append(
+                    f"common_tokens={show(common)} must be a tuple of at most {_MOST_COMMON} tokens"
+                    f" below vocab={self.vocab}, without eos_id={self.eos_id}."
+                )
         if problems:
             raise CaseError("The coded policy cannot be made:\n  - " + "\n  - ".join(problems))
 
@@ -154,6 +171,7 @@ class CodedPolicy:
             top_k=model.top_k,
             eos_every=model.eos_every,
             eos_id=model.eos_id,
+            common_tokens=tuple(model.common_tokens),
             wide_logprobs=model.wide_logprobs,
         )
 
@@ -185,6 +203,9 @@ class CodedPolicy:
             raise CaseError(
                 f"moe_layers must be a list of at most {_LIMITS['num_layers'][1]} layers."
             )
+        common = values.get("common_tokens", ())
+        if isinstance(common, list):
+            values["common_tokens"] = tuple(common)
         return cls(**{**values, "moe_layers": tuple(layers)})
 
     @property
@@ -212,6 +233,9 @@ class CodedPolicy:
         z ^= z >> 32
         if self.eos_every is not None and (z >> 32) % self.eos_every == 0:
             return self.eos_id
+        common = self.common_tokens
+        if common and z >> 63:
+            return common[(z >> 40 & 0xFFFF) % len(common)]
         token = (z & 0xFFFFFFFF) % (self.vocab - 1)
         return token + (token >= self.eos_id)
 
@@ -225,6 +249,10 @@ class CodedPolicy:
         z = finish(before + np.uint64(self._keys_of(version)[_TOKENS]))
         token = ((z & _N_LOW) % np.uint64(self.vocab - 1)).astype(np.int64)
         token += token >= self.eos_id
+        if self.common_tokens:
+            common = np.array(self.common_tokens, dtype=np.int64)
+            drawn = (z >> _N40 & _N16) % np.uint64(len(common))
+            token = np.where(z >> _N63, common[drawn.astype(np.int64)], token)
         if self.eos_every is not None:
             token[(z >> _N32) % np.uint64(self.eos_every) == 0] = self.eos_id
         return token

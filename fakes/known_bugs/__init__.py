@@ -19,6 +19,7 @@ from rollproof.fakes.known_bugs import (
     layout_samples,
     lifecycle,
     logprobs_masks,
+    own_stops,
     released_stacks,
     replay,
     routes,
@@ -34,6 +35,7 @@ __all__ = ["KNOWN_BUGS"]
 KNOWN_BUGS: tuple[KnownBug, ...] = (
     *stitch.BUGS,
     *sample_sources.BUGS,
+    *own_stops.BUGS,
     *logprobs_masks.BUGS,
     *routes.BUGS,
     *engine_capture.BUGS,

@@ -60,6 +60,7 @@ class StandIn:
                 partial_off=contract.partial_off or PartialOff.DROPPED,
                 multi_turn=contract.multi_turn,
                 limits=contract.limits,
+                own_stops=contract.own_stops,
                 filler=contract.filler or Filler.NONE,
                 reply_gaps=contract.reply_gaps,
             )

@@ -111,6 +111,8 @@ class Model:
     """On average one token in this many is the end-of-sequence token; ``None``: never."""
     eos_id: int = 0
     """The end-of-sequence token, below ``vocab``."""
+    common_tokens: tuple[int, ...] = ()
+    """Tokens below ``vocab``, one of which the policy samples at every second place on average."""
     wide_logprobs: bool = False
     """Logprobs go down to -40, and one in eight is exactly 0.0, as those of a sure model are once
     they are rounded to 32 bits; without, they lie in [-8, 0).

@@ -32,6 +32,7 @@ from rollproof.core.correction_terms import CorrectionTerms
 from rollproof.core.engine_contract import LARGEST_TOKEN, EngineTerms
 from rollproof.core.error_text import show
 from rollproof.core.limits import RolloutLimits
+from rollproof.core.own_stops import OwnStops
 from rollproof.core.replay_contract import ReplayTerms
 from rollproof.errors import ContractError
 
@@ -109,6 +110,9 @@ class Contract:
             its tokens. ``None``: it must name weights that sampled one.
         limits: The limits that the stack is configured with: a ``RolloutLimits``, or a mapping of
             its fields. ``None``: none but the request's own.
+        own_stops: The token sequences at which the stack itself cuts what an engine sampled, and
+            ends the turn: an ``OwnStops``, or a mapping of its fields. Cases then have them.
+            ``None``: it cuts nowhere. Stop tokens that its calls pass on are not meant.
         reply_gaps: Whether the stack takes a reply without the logprobs or the routes that its call
             requested: cases then have such replies, without routes only if ``filler`` says what a
             sample holds in place of their rows. ``missing_logprobs`` says how it marks the tokens.
@@ -153,6 +157,7 @@ class Contract:
     max_staleness: int | None = None
     tag_read: TagRead | None = None
     limits: RolloutLimits | None = None
+    own_stops: OwnStops | None = None
     reply_gaps: bool = False
     pad_id: int | None = None
     final_row: Filler | None = None
@@ -169,7 +174,12 @@ class Contract:
     correction: CorrectionTerms | None = None
 
     def __post_init__(self) -> None:
-        problems = [*self._coerce(), *self._coerce_limits(), *self._missing()]
+        problems = [
+            *self._coerce(),
+            *self._coerce_limits(),
+            *self._coerce_stops(),
+            *self._missing(),
+        ]
         # fields that are missing or of a wrong type cannot be compared with each other
         if not problems:
             problems = self._contradictions()
@@ -256,7 +266,9 @@ class Contract:
         data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, CorrectionTerms | EngineTerms | ReplayTerms | RolloutLimits):
+            if isinstance(
+                value, CorrectionTerms | EngineTerms | OwnStops | ReplayTerms | RolloutLimits
+            ):
                 value = value.to_dict()
             data[field.name] = list(value) if isinstance(value, tuple) else value
         return data
@@ -340,6 +352,18 @@ class Contract:
                 f" {LARGEST_TOKEN:,}."
             )
         return problems
+
+    def _coerce_stops(self) -> list[str]:
+        """Accept a mapping in place of ``OwnStops``."""
+        stops: object = self.own_stops
+        if isinstance(stops, Mapping):
+            try:
+                object.__setattr__(self, "own_stops", OwnStops.from_dict(stops))
+            except ContractError as error:
+                return [f"own_stops: {error}"]
+        elif stops is not None and not isinstance(stops, OwnStops):
+            return [f"own_stops={show(stops)} must be an OwnStops or a mapping of its fields."]
+        return []
 
     def _missing(self) -> list[str]:
         problems = [

@@ -6,10 +6,27 @@ from dataclasses import dataclass, field
 
 from rollproof.core.events.rollout import Admit, Call, Fault, Reply
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "StopCut"]
 
 _TO_COME = ("late-reply", "duplicate-reply")
 """Faults of a call after which its reply is still to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCut:
+    """What a stack keeps of a reply that it cuts at a stop sequence of its own.
+
+    reply: The reply up to the cut.
+    sequence: The stop sequence.
+    dropped: The tokens of the reply after the sequence.
+    reaches_back: How many tokens of earlier replies are dropped, too, because the sequence begins
+        there and is not kept.
+    """
+
+    reply: Reply
+    sequence: tuple[int, ...]
+    dropped: tuple[int, ...]
+    reaches_back: int = 0
 
 
 @dataclass(slots=True)
@@ -22,6 +39,9 @@ class Attempt:
     replies: Its replies.
     faults: The faults that happened to it.
     partial: What the stack kept of a stream that broke (``rollproof.judging.partial_replies``).
+    cut: What the stack kept of its reply, if it cuts at a stop sequence of its own
+        (``rollproof.judging.stop_cuts``).
+    past_stop: Whether the call resumes a turn that held such a sequence already.
     stopped_by_stack: Whether the stack itself aborted this call, by its id.
     died: The index of the event at which its server died, or of the call if it was dead already.
     """
@@ -32,12 +52,19 @@ class Attempt:
     replies: list[Reply] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     partial: Reply | None = None
+    cut: StopCut | None = None
+    past_stop: bool = False
     stopped_by_stack: bool = False
     died: int | None = None
 
     @property
     def consumed(self) -> Reply | None:
         """The reply that the stack received first, or ``None`` if none was delivered."""
+        return self.received if self.cut is None else self.cut.reply
+
+    @property
+    def received(self) -> Reply | None:
+        """The same reply before the stack cut it at a stop sequence of its own."""
         if self.partial is not None:
             return self.partial
         for reply in self.replies:

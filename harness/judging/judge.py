@@ -53,6 +53,7 @@ from rollproof.judging.prefill_calls import add_internal_prefills, set_aside_pre
 from rollproof.judging.races import set_aside_losers
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
+from rollproof.judging.stop_cuts import cut_at_stops, cut_turns
 from rollproof.judging.turn_samples import take_turn
 
 __all__ = ["Judge", "Judgement", "Tally"]
@@ -314,6 +315,8 @@ class Judge:
         else:
             view, attempt = self._calls[event.call_id]
             attempt.replies.append(event)
+            if self.context.contract.own_stops is not None:
+                cut_at_stops(attempt, self.context.contract.own_stops)
             if view is not None and not event.delivered and streamed(attempt):
                 assign_partial_replies(view)
 
@@ -446,6 +449,7 @@ class Judge:
             assign_partial_replies(view)
         # While the request was open, neighbours may have computed values from an incomplete view.
         view.settle()
+        cut_turns(view)
         # before races: whose calls are alike is known only without these
         take_turn(view)
         set_aside_prefills(view)

@@ -405,7 +405,9 @@ def _set_aside_speculation(view: RequestView) -> None:
     guesses = [
         call
         for call in before
-        if shown[: len(call.call.prompt_ids)] != call.call.prompt_ids and _after_turn(view, call)
+        if shown[: len(call.call.prompt_ids)] != call.call.prompt_ids
+        and not call.past_stop
+        and _after_turn(view, call)
     ]
     if not guesses:
         return

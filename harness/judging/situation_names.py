@@ -84,6 +84,7 @@ SITUATIONS = frozenset(
         "replies without text over HTTP",
         "requests with top-p, top-k, min-p or penalties",
         "equal requests of a group",
+        "replies with a stop sequence of the stack's own",
         "samples in batches",
         "samples in batches with the padding token inside",
         "broken weight transfers",

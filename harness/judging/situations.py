@@ -114,6 +114,7 @@ class SituationCounter:
         self._empty_text = bool(engine.get("empty_text"))
         self._slow_pauses = engine.get("pause_steps", 0) > 0
         self._limits = header.contract.limits if header is not None else None
+        self._stops = header.contract.own_stops if header is not None else None
         # undeclared as in the cases: 0
         self._pad_token = (header.contract.pad_id or 0) if header is not None else None
         self._begun = False
@@ -287,6 +288,8 @@ class SituationCounter:
         lacks = tuple(name for name in call.wants if tokens and getattr(output, name) is None)
         for name in lacks:
             self._add(f"replies without {name}")
+        if self._stops is not None and self._stops.first_in((), output.token_ids) is not None:
+            self._add("replies with a stop sequence of the stack's own")
         request = self._requests.get(call.request)
         if request is not None and event.delivered and not event.duplicate:
             request.lacks = lacks

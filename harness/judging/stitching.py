@@ -288,7 +288,7 @@ def stitch(
             fold.call(item.number, item.call)
         elif kind == 1:
             fold.environment(item.token_ids)
-        elif not fold.reply(item.number, item.call, item.consumed):
+        elif not fold.reply(item, item.consumed):
             break
     return Stitched(
         prompt_ids=prompt_ids,
@@ -372,12 +372,13 @@ class _Fold:
         self._turn_start = len(self.sequence)
         self.ended = False
 
-    def reply(self, number: int, call: Call, reply: Reply) -> bool:
+    def reply(self, attempt: Attempt, reply: Reply) -> bool:
         """Append a reply.
 
         Returns:
             False if its call did not continue the sequence, so that nothing more can be judged.
         """
+        number, call = attempt.number, attempt.call
         # Calls overlap in time: a reply that arrives after the reply of a later call is the outcome
         # of a call that the stack had given up, and counts for nothing.
         if self.last is not None and number < self.last:
@@ -393,6 +394,9 @@ class _Fold:
         self.runs.append(Run(len(sent) - self.base, output.token_ids, number, reply))
         self.sequence = sent + output.token_ids
         self.pieces = _add_rows(self.pieces, number, reply, len(sent), self._provenance)
+        if attempt.cut is not None and attempt.cut.reaches_back:
+            self._cut(len(self.sequence) - attempt.cut.reaches_back)
+            self.sequence = self.sequence[: -attempt.cut.reaches_back]
         self.finish, self.last = output.finish_reason, number
         full = call.max_tokens is not None and len(output.token_ids) >= call.max_tokens
         # "completed" with the grant used up may be the end of a portion: some stacks grant their

@@ -111,6 +111,13 @@ def routes_presence(view: RequestView, out: Collector) -> None:
             " delivered as aborted"
         )
         return
+    if (
+        evidence.routes is None
+        and last is None
+        and any(attempt.cut is not None for attempt in view.attempts)
+    ):
+        out.absent("the stack cut all that the engine sampled at stop sequences of its own")
+        return
     out.exercised("samples with requested routes")
     # An empty array is routes too, if the contract allows zero rows for this sample.
     if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):

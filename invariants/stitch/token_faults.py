@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.records import FinishReason, Scalar
 from rollproof.invariants._shared.phrases import call_id, count, segment_name, share, window
+from rollproof.invariants.stitch.stop_faults import describe_stop_fault
 from rollproof.judging.partial_replies import streamed
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
             " so the tokens after it were sampled without the rest, and tokens from before it"
             " no longer belong to the sample. Resume with them, or drop them."
         )
+    elif own := describe_stop_fault(view, response, start):
+        kind, title, hint = own.kind, own.title, own.hint
     elif stops := _stripped_stops(view, response):
         kind = "sampled tokens are missing"
         title = (
@@ -230,7 +233,8 @@ def _cut_end(view: RequestView, start: int, size: int) -> str:
         if complete and run.reply.output.finish_reason in _ENDED:
             return (
                 f": the end of the reply to call {call_id(view, run.attempt)} was cut off. The"
-                " engine sampled it, and ended there: let max_tokens cut a turn, not the stack."
+                " engine sampled it, and ended there: let max_tokens cut a turn, not the stack, or"
+                " declare the stop sequences at which it cuts (own_stops)."
             )
     return "; aborted calls return tokens too, and each reply must be appended in full."
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollproof.core.contract import Provenance
-from rollproof.core.events.rollout import Call, Observation, Reply
+from rollproof.core.events.rollout import Observation, Reply
 from rollproof.core.records import Span
 from rollproof.judging import stitching
 from rollproof.judging.attempt import Attempt
@@ -236,9 +236,9 @@ def _mutate_rows(boundary: int, empty: bool) -> Callable[..., Any]:
 _reply = stitching._Fold.reply
 
 
-def _mutate_overtaking(fold: Any, number: int, call: Call, reply: Reply) -> bool:
+def _mutate_overtaking(fold: Any, attempt: Attempt, reply: Reply) -> bool:
     fold.last = None  # a reply that was given up counts after all
-    return _reply(fold, number, call, reply)
+    return _reply(fold, attempt, reply)
 
 
 def _mutate_environment(fold: Any, token_ids: tuple[int, ...]) -> None:

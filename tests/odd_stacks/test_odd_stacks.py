@@ -19,6 +19,7 @@ from tests.odd_stacks import (
     odd_instants,
     odd_requests,
     odd_samples,
+    odd_stops,
     odd_updates,
 )
 from tests.odd_stacks.bases import control, convo, indexed, padded, pool, thin, whole
@@ -35,6 +36,7 @@ STACKS = [
             odd_instants,
             odd_requests,
             odd_samples,
+            odd_stops,
             odd_updates,
         )
         for name, stack in sorted(vars(module).items())
@@ -56,7 +58,7 @@ def test_an_unusual_stack_is_not_blamed(stack: Any) -> None:
 
 def test_all_stacks_are_run() -> None:
     """The table finds the classes by what they have: none may drop out unseen."""
-    assert 57 == len(STACKS)
+    assert 59 == len(STACKS)
 
 
 def test_an_unusual_batch_is_not_blamed() -> None:

@@ -42,6 +42,7 @@ PUBLIC = {
     "Fleet",
     "GapError",
     "LayoutSubject",
+    "OwnStops",
     "PauseMode",
     "Recording",
     "ReplayConformance",

@@ -24,6 +24,7 @@ import rollproof.verification.expected_failures
 from rollproof.cli.app import app
 from rollproof.core.contract import Contract
 from rollproof.core.limits import RolloutLimits
+from rollproof.core.own_stops import OwnStops
 from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.invariants import default_registry
 from rollproof.plugin import OPTIONS
@@ -108,6 +109,10 @@ def contract_page() -> Iterator[str]:
     text, meanings = described_fields(RolloutLimits.__doc__)
     yield f"\n## RolloutLimits\n\n{markdown(text)}\n\n| limit | meaning |\n|---|---|"
     for field in fields(RolloutLimits):
+        yield f"| `{field.name}` | {meanings[field.name]} |"
+    text, meanings = described_fields(OwnStops.__doc__)
+    yield f"\n## OwnStops\n\n{markdown(text)}\n\n| field | meaning |\n|---|---|"
+    for field in fields(OwnStops):
         yield f"| `{field.name}` | {meanings[field.name]} |"
     for name, (text, members) in enum_texts(rollproof.core.limits).items():
         yield from _enum_section(name, text, members)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from rollproof.core.case import Action, ActionKind, Case, Model, Trigger
@@ -13,7 +13,7 @@ from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import Request
 from rollproof.fakes.coded.policy import CodedPolicy
 
-__all__ = ["ANSWERS", "PROMPT", "Corner", "Family", "act", "some_tokens", "vocab_with"]
+__all__ = ["ANSWERS", "PROMPT", "Corner", "Family", "act", "some_tokens", "vocab_with", "with_stop"]
 
 PROMPT = (11, 12)
 ANSWERS = ((201, 202), (203,))
@@ -111,6 +111,21 @@ def act(kind: ActionKind, tokens: int, request: str = "r0", **fields: Any) -> Ac
 def vocab_with(model: Model, end: int) -> int:
     """Return the size of a vocabulary with the end token ``end`` and many others."""
     return max(model.vocab, min(end + 512, LARGEST_TOKEN + 1))
+
+
+def with_stop(model: Model, sequence: tuple[int, ...]) -> Model:
+    """Return the model with the tokens of a stop sequence among those that it samples often."""
+    end = model.eos_id
+    if end in sequence and model.eos_every is None:
+        # it is never sampled as an end, and any other token may have its place
+        end = max(sequence) + 1 if max(sequence) < LARGEST_TOKEN else _unused(sequence)
+    common = tuple(token for token in dict.fromkeys(sequence) if token != end)
+    vocab = vocab_with(model, max(*sequence, end))
+    return replace(model, common_tokens=common, eos_id=end, vocab=vocab)
+
+
+def _unused(sequence: tuple[int, ...]) -> int:
+    return next(token for token in range(len(sequence) + 1) if token not in sequence)
 
 
 def some_tokens(count: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from rollproof.verification.schedules.corner import (
 )
 from rollproof.verification.schedules.exhaustive import modes_for
 from rollproof.verification.schedules.limit_cases import declared_limits, within_limits
+from rollproof.verification.schedules.stop_cases import own_stops
 
 __all__ = ["corner_families"]
 
@@ -373,4 +374,5 @@ _FAMILIES: Mapping[str, Family] = {
     "declared limits": declared_limits,
     "sampling parameters": _sampling,
     "groups": _groups,
+    "own stops": own_stops,
 }

@@ -12,7 +12,7 @@ from rollproof.core.contract import Contract, Filler
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Scalar
 from rollproof.errors import UsageError
-from rollproof.verification.schedules.corner import vocab_with
+from rollproof.verification.schedules.corner import vocab_with, with_stop
 from rollproof.verification.schedules.exhaustive import modes_for
 
 __all__ = [
@@ -234,6 +234,8 @@ def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
         engine = replace(engine, pause_steps=draws.integer(1, 3))
     if draws.chance(5):
         engine = replace(engine, empty_text=True)
+    if contract.own_stops is not None and draws.chance(60):
+        model = with_stop(model, draws.pick(contract.own_stops.sequences))
     return replace(case, model=model, engine=engine)
 
 

@@ -69,6 +69,7 @@ _LIMITED = {
     "replies without logprobs",
     "calls after a reply without routes",
     "calls after a reply without logprobs",
+    "replies with a stop sequence of the stack's own",
     *(
         f"{name} limit, {place}"
         for name in ("response", "length", "context", "turns", "turn_tokens", "answer")
