@@ -181,8 +181,6 @@ def _reason_title(engine_reason: FinishReason | None, sample_reason: FinishReaso
         return f"The sample ends by {sample_reason!s}, although no engine ever answered"
     if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):
         return f"An aborted rollout is shown as a natural end ({sample_reason!s})"
-    if sample_reason in (FinishReason.ABORT, FinishReason.ERROR):
-        return f"A rollout that ended by {engine_reason!s} is shown as {sample_reason!s}"
     return f"A rollout that ended by {engine_reason!s} is shown as {sample_reason!s}"
 
 

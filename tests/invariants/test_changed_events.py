@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollproof.core.case import ActionKind, Case, Model
@@ -50,12 +51,25 @@ from tests.support.changed_events import outcomes
 from tests.support.client_cases import ABORT, MODEL, R0, SYNC, act
 from tests.support.padded_batches import Padder, padded_contract
 from tests.support.routed_requests import RoutedRequest, Segment
+from tests.support.scripted_rollouts import ScriptedCall, script_rollout
 
 RECORDED = Path(__file__).parent / "recorded"
-_CHANGES = {"layout": 9, "batch": 80, "replay": 30, "routes": 45, "rollouts": 90, "engine": 40}
+_CHANGES = {
+    "layout": 9,
+    "batch": 80,
+    "replay": 30,
+    "routes": 45,
+    "rollouts": 90,
+    "scripted": 45,
+    "engine": 40,
+}
 """About how many changes of one trace are judged."""
-_FAMILIES = {"rollouts": ["stitch", "versions", "weights", "lifecycle"]}
+_OF_ROLLOUTS = ["stitch", "versions", "weights", "lifecycle"]
+_FAMILIES = {"rollouts": _OF_ROLLOUTS, "scripted": _OF_ROLLOUTS}
 """The families of checks that judge the traces of a name, if they are not those of that name."""
+
+
+_LONG: dict[str, Any] = {"budget": 81, "versions": "token"}
 
 
 class FourChoices(ReplayTrainer):
@@ -164,6 +178,59 @@ def _rollout_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
         yield f"{client.__name__}, {', '.join(action.do for action in actions)}, {case.seed}", made
 
 
+def _scripted_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    """Rollouts that no reference client makes: masks with a reason, limits, templates, hedges."""
+    words = ((91, 92, 93), (94, 95))
+    turns = (
+        ScriptedCall(tokens=(11, 12, 13), reason="stop"),
+        ScriptedCall(observed=words[0], tokens=(21, 22), version=1),
+        ScriptedCall(tokens=(23,), version=2, reason="stop"),
+        ScriptedCall(observed=words[1], tokens=(31, 32), version=2, reason="length"),
+    )
+    resumed = (
+        ScriptedCall(tokens=(11, 12, 13)),
+        ScriptedCall(version=1),
+        ScriptedCall(tokens=(14, 15), version=1, logprobs=False),
+        ScriptedCall(tokens=(16,), version=2, lost=True),
+        ScriptedCall(tokens=(17, 18), version=2, reason="stop"),
+    )
+    asked = {"budget": 40, "request": {"turns": words, "group": "g"}, "multi_turn": True}
+    both = (1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1)
+    for reason, hidden in (
+        ("older-weights", range(8)),
+        ("earlier-calls", range(8)),
+        ("truncated", range(13)),
+        ("end", (2, 8)),
+    ):
+        mask = np.array([0 if i in hidden else one for i, one in enumerate(both)])
+        fields = {"loss_mask": True, "masked": (reason,), "sample": {"loss_mask": mask}, **asked}
+        made = lambda fields=fields: script_rollout(*turns, **fields).trace()  # noqa: E731
+        yield f"turns, masked {reason}", made
+    cut = {"loss_mask": True, "masked": ("aborted",), **asked}
+    mask = np.array([1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1])
+    cut_turns = (*turns[:2], replace(turns[3], version=1))
+    yield (
+        "turns, masked aborted",
+        lambda: script_rollout(*cut_turns, sample={"loss_mask": mask}, **cut).trace(),
+    )
+    for kind in ("token", "span", "bounds", "call", "sample", "none"):
+        fields = {"versions": kind, "missing_logprobs": "nan", "abort_surfaces": True}
+        made = lambda fields=fields: script_rollout(*resumed, **fields).trace()  # noqa: E731
+        yield f"resumed, versions {kind}", made
+    limits = {"response": 14, "turn_tokens": 3, "answer": 3, "turns": 3, "answers_cut_turns": False}
+    for name, parts, fields in (
+        ("turns within limits", turns, {"limits": limits, "answer_template": True, **asked}),
+        ("turns on two servers", (*turns[:2], replace(turns[2], server="s1"), turns[3]), asked),
+        ("a long reply", (ScriptedCall(tokens=tuple(range(99, 180)), reason="length"),), _LONG),
+        ("a budget in one token", (ScriptedCall(tokens=(11,), reason="length"),), {"budget": 1}),
+        ("labels of text", resumed, {"labels": {0: "a", 1: "b", 2: "c"}}),
+    ):
+        made = lambda parts=parts, fields=fields: (  # noqa: E731
+            script_rollout(*parts, **{"missing_logprobs": "nan", **fields}).trace()
+        )
+        yield name, made
+
+
 def _engine_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
     for experiment in (
         *("plain", "offset", "opt-in", "resumed", "resent", "cached", "early"),
@@ -182,6 +249,7 @@ TRACES: dict[str, dict[str, Callable[[], Trace]]] = {
     "replay": dict(_replay_traces()),
     "routes": dict(_route_traces()),
     "rollouts": dict(_rollout_traces()),
+    "scripted": dict(_scripted_traces()),
     "engine": dict(_engine_traces()),
 }
 

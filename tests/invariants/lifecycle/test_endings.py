@@ -232,6 +232,10 @@ class TestNoErrorWithoutFault:
         passes(self.ID, script)
         finds(self.ID, script.result(request_id="r1", event={"error": "E"}))
 
+    def test_a_request_for_one_token_may_not_be_refused(self) -> None:
+        """Only one for none may."""
+        finds(self.ID, TraceScript().submit(max_tokens=1).result(event={"error": "E"}))
+
     @pytest.mark.parametrize("what", ["death", "update-failure", "update-hung"])
     def test_a_fault_of_the_fleet_explains_errors(self, what: str) -> None:
         """No server left, weights that never came."""

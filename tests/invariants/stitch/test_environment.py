@@ -20,12 +20,13 @@ def said(
     turns: tuple[tuple[int, ...], ...] = (WORDS,),
     *,
     request: dict[str, Any] | None = None,
+    later: tuple[int, ...] = (13,),
     **more: Any,
 ) -> TraceScript:
     """Two turns of the model with ``words`` between them; the request declares ``turns``."""
     parts = (
         ScriptedCall(tokens=(11, 12), reason="stop"),
-        ScriptedCall(observed=words, tokens=(13,), reason="stop"),
+        ScriptedCall(observed=words, tokens=later, reason="stop"),
     )
     return script_rollout(
         *parts, **{"budget": 40, "request": {"turns": turns, **(request or {})}, **more}
@@ -97,6 +98,26 @@ class TestCalls:
     def test_a_template_of_one_known_token_is_no_repetition(self) -> None:
         """A separator may be a token that occurred before."""
         passes(ID, said((12, *WORDS)), turns_of_the_environment=1)
+
+    def test_a_prompt_of_one_token_is_not_repeated(self) -> None:
+        """Its token may be the separator too."""
+        passes(ID, said((1, *WORDS), prompt=(1,)), turns_of_the_environment=1)
+
+    def test_what_was_said_after_an_answer_is_not_repeated_in_it(self) -> None:
+        """A template may hold the tokens that the policy says next."""
+        passes(ID, said((7, 13, 14, *WORDS), later=(13, 14)), turns_of_the_environment=1)
+
+    def test_a_limit_of_the_answers_own_length_cuts_nothing(self) -> None:
+        """Between both ends nothing is left out, so that there is no place for a mark."""
+        limits = {"answer": 3, "answer_keeps": "both"}
+        marked = said((91, 7, 92, 93), multi_turn=True, limits=limits, recorded=False)
+        assert 1 == check(ID, marked).found
+
+    def test_a_declared_total_may_cut_an_answer(self) -> None:
+        """Prompt and response together: two tokens of the prompt, two of the policy, two words."""
+        for total, cut in ((7, True), (8, False)):
+            story = said((91, 92), multi_turn=True, limits={"length": total})
+            assert int(not cut) == check(ID, story).found
 
     def test_missing_words_are_found(self) -> None:
         """Tokens of both ends, which no limit cuts."""

@@ -394,6 +394,39 @@ class TestNoStaleCache:
         script.reply(again, (5,), true_rows=mixed, output={"cached_tokens": 3})
         unknown(self.ID, script, "not exercised")
 
+    def test_an_update_after_such_a_restart_is_judged(self) -> None:
+        """The next load says again what the cache may hold."""
+        script = TraceScript()
+        script.weights(0).submit().add(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        script.pause(clear_cache=True).fault("death", "s0").fault("revive", "s0")
+        script.weights(0, by_harness=True).weights(1).resume()
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ENDED))
+        script.pause(clear_cache=True).weights(2).resume()
+        call = script.call((1, 2))
+        script.reply(call, (3, 4), version=2, true_rows=spans((0, 1, 1), (1, 3, 2)))
+        assert "rows 0 to 0 of call 1: version 1" == finds(self.ID, script).observed
+
+    @pytest.mark.parametrize("what", ["update-failure", "evict", "join"])
+    def test_other_faults_of_a_server_do_not_change_its_weights(self, what: str) -> None:
+        """Only a server that comes back may have started with any weights."""
+        script = _updated().fault(what, "s0")
+        call = script.call((1, 2))
+        script.reply(call, (3, 4), version=1, true_rows=spans((0, 1, 0), (1, 3, 1)))
+        assert "rows 0 to 0 of call 1: version 0" == finds(self.ID, script).observed
+
+    def test_the_hint_for_a_call_in_flight_names_the_pause_of_its_update(self) -> None:
+        """And for a call that came later, the last update before it."""
+        for running in (True, False):
+            script = TraceScript()
+            script.weights(0).submit()
+            script.pause(PauseMode.KEEP, clear_cache=not running).weights(1).resume()
+            call = script.call((1, 2)) if running else None
+            script.pause(PauseMode.KEEP, clear_cache=False).weights(2).resume()
+            call = script.call((1, 2)) if call is None else call
+            script.reply(call, (3, 4), version=2, true_rows=spans((0, 2, 2), (2, 3, "mixed")))
+            number = 7 if running else 5
+            assert f"The pause at event {number} kept the cache" in finds(self.ID, script).hint
+
     def test_recomputed_kv_of_a_frozen_call_passes(self) -> None:
         """First rows of the old weights, the rest of the new ones, each computed by one version
         alone (vLLM keep, cleared).

@@ -297,7 +297,7 @@ class TestAtOnce:
 
     @pytest.mark.parametrize(
         "steps",
-        ["PWRPWR", "PPWWRR", "PPWR", "PPWRWPWR", "PWRWR", "WRPWR", "WW"],
+        ["PWRPWR", "PPWWRR", "PPWR", "PPWRWPWR", "PWRWR", "WRPWR", "WW", "PPWRRWR"],
         ids=[
             "in turn",
             "loads before resumes",
@@ -306,6 +306,7 @@ class TestAtOnce:
             "needless resume",
             "boot",
             "no pauses",
+            "a load without a pause afterwards",
         ],
     )
     def test_other_orders_pass(self, steps: str) -> None:
