@@ -262,3 +262,38 @@ def test_padding_on_both_sides_needs_the_attention_mask(mask: np.ndarray | None)
         "padding on both sides can only be judged with the attention mask: return (batch,"
         " attention)"
     ) == result.reason
+
+
+_SHORT = call(4, held=(2,))
+_MASKED = np.array([1, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("fill", "mask", "observed"),
+    [
+        (-1, None, ""),
+        (-2, None, "positions 2 to 3 were filled with [-2, -2, -2, -2], and are replayed"),
+        (0, None, "positions 2 to 3 were filled with [0, 0, 0, 0], and are replayed"),
+        (0, _MASKED, ""),
+        (-1, 1 - _MASKED, ""),
+        (0, np.array([1, 1, 1, 0]), "positions 2 to 3 were filled with [0, 0, 0, 0], and are"),
+        (0, _MASKED[:3], "positions 2 to 3 were filled with [0, 0, 0, 0], and are replayed"),
+        (0, np.zeros(0, dtype=int), "positions 2 to 3 were filled with [0, 0, 0, 0], and are"),
+    ],
+)
+def test_rows_that_are_lost_must_be_marked(
+    fill: int, mask: np.ndarray | None, observed: str
+) -> None:
+    """Where rows were lost, -1 marks the others, or a mask as long as the sample does."""
+    rows = np.full((4, LAYOUT.columns, LAYOUT.top_k), fill)
+    rows[:2] = laid("complete", call(4)).out[0][:2]
+    accepted = replace(
+        laid("complete", replace(_SHORT, defect="fewer rows than tokens")),
+        refused=None,
+        misfit=None,
+        out=(rows,) if mask is None else (rows, mask),
+    )
+    result = verdict("layout.refuses", accepted)
+    assert [observed] * bool(observed) == [
+        finding.observed[: len(observed)] for finding in result.findings
+    ]

@@ -9,7 +9,7 @@ import pytest
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Call
 from rollproof.core.records import Span
-from tests.support.trace_script import TraceScript, finds, opened, passes, unknown
+from tests.support.trace_script import TraceScript, check, finds, opened, passes, unknown
 
 
 class TestHitsTarget:
@@ -145,6 +145,27 @@ class TestHitsTarget:
         finding = finds(self.ID, script)
         assert "a call ended as aborted although only another one was" == finding.title
         assert {"call": 2, "server": "s0", "index": 6} == finding.where
+
+    def test_a_later_fault_of_its_server_explains_no_abort(self) -> None:
+        """Only a death may have ended the call before it showed."""
+        script, first, tenth = self._two()
+        script.abort(first, wanted="1").reply(tenth, (4,), reason="abort")
+        finds(self.ID, script.fault("update-failure", "s0"))
+
+    def test_an_abort_that_hit_nothing_explains_none(self) -> None:
+        """In a driven run the calls that it hit are known; in a recording they are not."""
+        for driven in (True, False):
+            script, first, tenth = self._two(script=TraceScript(driven=driven))
+            script.abort(first, wanted="1").abort(wanted="gone").reply(tenth, (4,), reason="abort")
+            assert int(driven) == check(self.ID, script).found
+
+    def test_the_first_call_that_was_hit_is_shown(self) -> None:
+        """Of several that the id does not name, and of several samples of a prompt."""
+        script, first, tenth = self._two()
+        script.submit("100", (7,))
+        last = script.call((7,), "100")
+        finding = finds(self.ID, script.abort(first, tenth, last, wanted="1"))
+        assert (2, "10") == (finding.where["call"], finding.where["request"])
 
     @pytest.mark.parametrize(
         "cause", ["own", "all", "pause", "late pause", "weights", "reject", "death", "other server"]
