@@ -183,6 +183,15 @@ class TestEndedTurns:
         assert Verdict.PASS == check(self.ID, story(*parts, budget=11)).verdict
         finds(self.ID, story(*parts, budget=12))
 
+    @pytest.mark.parametrize(("budget", "found"), [(4, 0), (5, 1)])
+    def test_a_stack_without_a_template_puts_nothing_around_the_words(
+        self, budget: int, found: int
+    ) -> None:
+        """Two tokens, an answer of two, and one token to say something after it."""
+        parts = [ScriptedCall(**{**_fields(ENDED[0]), "call": {"max_tokens": 40}})]
+        told = story(*parts, budget=budget, answer_template=False)
+        assert found == check(self.ID, told).found
+
     @pytest.mark.parametrize(
         ("answer", "budget", "found"), [((7, 8), 66 + 2, False), ((7, 8), 66 + 3, True)]
     )

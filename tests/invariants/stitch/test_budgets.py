@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
@@ -132,6 +134,13 @@ class TestTotal:
                 ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 1}), budget=None
             ),
         )
+
+    def test_a_call_without_a_limit_of_its_own_is_held_to_the_budget(self) -> None:
+        """A negative grant means none in some engines."""
+        part = ScriptedCall(tokens=(11, 12, 13, 14, 15, 16), reason="length")
+        told = script_rollout(replace(part, call={"max_tokens": -1}), budget=4)
+        finding = finds(self.ID, told)
+        assert "The rollout holds 6 sampled tokens, 2 more than its budget" == finding.title
 
     def test_the_exact_budget_is_right(self) -> None:
         """To the last token."""

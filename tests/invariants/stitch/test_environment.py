@@ -221,6 +221,22 @@ class TestSample:
         assert {ID} == blamed(story)
         assert "1 of 2 tokens of turn 0" in finds(ID, story).title
 
+    def test_a_later_answer_is_compared_too(self) -> None:
+        """The sample holds the first one as it was sent, and lacks a token of the second."""
+        parts = (
+            ScriptedCall(tokens=(5,), reason="stop"),
+            ScriptedCall(observed=(91, 92), tokens=(6,), reason="stop"),
+            ScriptedCall(observed=(93, 94), tokens=(7,), reason="stop"),
+        )
+        story = script_rollout(
+            *parts,
+            budget=40,
+            request={"turns": ((91, 92), (93, 94))},
+            sample={"response": (5, 91, 92, 6, 94, 7), "logprobs": np.zeros(6)},
+        )
+        finding = finds(ID, story)
+        assert "The sample lacks 1 of 2 tokens of turn 1 of the environment" == finding.title
+
     def test_a_recording_is_judged_by_its_calls(self) -> None:
         """Its requests declare no turns; calls and sample are compared all the same."""
         passes(ID, said(WORDS, turns=(), multi_turn=True), turns_of_the_environment=1)

@@ -187,6 +187,14 @@ class TestFinishLength:
 
     ID = "stitch.finish-length"
 
+    def test_an_engine_that_says_length_is_believed_where_no_budget_is_known(self) -> None:
+        """The caller gave none, and the stack grants in portions of its own."""
+        parts = (
+            ScriptedCall(tokens=(11, 12), call={"max_tokens": 8}),
+            ScriptedCall(tokens=(13,), reason="length", call={"max_tokens": 1}),
+        )
+        assert 0 == check(self.ID, script_rollout(*parts, budget=None)).found
+
     @pytest.mark.parametrize(("budget", "found"), [(3, False), (4, True)])
     def test_an_answer_that_leaves_no_room_ends_a_conversation(
         self, budget: int, found: bool

@@ -729,6 +729,18 @@ class TestMatchesUnbroken:
         ):
             assert Verdict.UNKNOWN == check(self.ID, story, self.POLICY).verdict
 
+    def test_a_conversation_has_no_unbroken_twin(self) -> None:
+        """What the environment says is no choice of the policy."""
+        a = self._tokens(4)
+        story = script_rollout(
+            ScriptedCall(tokens=a[:2]),
+            ScriptedCall(tokens=a[2:3], reason="stop"),
+            ScriptedCall(observed=(91, 92), tokens=(5, 6), reason="length"),
+            budget=40,
+            request={"turns": ((91, 92),)},
+        )
+        assert Verdict.UNKNOWN == check(self.ID, story, self.POLICY).verdict
+
     def test_an_abort_that_wins_over_the_end_is_nobodys_fault(self) -> None:
         """A client does not know which token ends a sequence: it goes on after an abort, as it
         must.

@@ -354,6 +354,18 @@ class TestMinMax:
 
     ID = "versions.min-max"
 
+    @pytest.mark.parametrize("bounds", [(None, 1), (0, None), (0, 7), (7, 1)])
+    def test_bounds_that_nobody_published_are_not_compared(
+        self, bounds: tuple[int | None, int | None]
+    ) -> None:
+        """Both must be there, and each a label: other checks report what is missing."""
+        sample = {"min_version": bounds[0], "max_version": bounds[1]}
+        unknown(
+            self.ID,
+            script_rollout(OLD, NEW, versions="min-max", sample=sample),
+            "the samples carry no published min and max version",
+        )
+
     @pytest.mark.parametrize(
         ("parts", "low", "high", "title", "hint"),
         [

@@ -266,6 +266,13 @@ class TestServedAfterUpdate:
         script.reply(call, (3,), version=0)
         passes(self.ID, script, calls_served_after_an_update=1)
 
+    def test_only_the_weights_that_it_repeats_may_be_shown_for_them(self) -> None:
+        """After an identity update: not those of an earlier update."""
+        for shown, found in ((3, 0), (2, 0), (1, 1), (0, 1)):
+            script = _updated().weights(2).weights(3, identity=True)
+            script.reply(script.call((1, 2)), (3,), version=shown)
+            assert found == check(self.ID, script).found
+
     def test_a_revived_server_is_not_judged_before_its_next_update(self) -> None:
         """It may come back with old weights or new ones."""
         script = _updated()
