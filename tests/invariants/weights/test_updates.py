@@ -295,6 +295,12 @@ class TestAtOnce:
         """The order of the two loads does not matter."""
         finds(self.NEST, _fleet().pause().weights(1).pause().resume().weights(2).resume())
 
+    def test_loads_of_unknown_weights_show_no_second_update(self) -> None:
+        """A recorder at the wire sees two pauses, and not whether two updates made them."""
+        script = _fleet().pause().pause().weights(None).resume().weights(None).resume()  # type: ignore[arg-type]
+        for name in (self.NEST, self.NEWEST):
+            unknown(name, script, "the trace does not say which weights were loaded")
+
     @pytest.mark.parametrize(
         "steps",
         ["PWRPWR", "PPWWRR", "PPWR", "PPWRWPWR", "PWRWR", "WRPWR", "WW", "PPWRRWR"],
