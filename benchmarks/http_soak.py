@@ -208,15 +208,15 @@ class Load:
         assert b" 200 " in first[:16], first
 
     async def slow_reader(self) -> None:
-        """Read an answer of about 1 MB a piece at a time, or leave after a part of it."""
-        body = self._body(self._rid(), 600, 4 if self.server == "sglang" else 16)
+        """Read an answer of some 100 kB a piece at a time, or leave after a part of it."""
+        body = self._body(self._rid(), 400, 2)
         reader, writer = await self._open(self._path, orjson.dumps(body))
         stay, size = self._random.random() < 0.7, 0
-        while (data := await reader.read(1 << 14)) and (stay or size < 100_000):
+        while (data := await reader.read(1 << 12)) and (stay or size < 20_000):
             size += len(data)
             await asyncio.sleep(0.02)
         writer.close()
-        assert size > 30_000, size
+        assert size > 10_000, size
 
     async def _open(
         self,
