@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 import traceback
@@ -117,6 +118,12 @@ def _options(
     """Declare the options of all commands."""
 
 
+@functools.cache
+def _parser() -> Any:
+    """Return the commands of ``app``, which take typer a twentieth of a second to make."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run a command line and return the exit code.
 
@@ -125,7 +132,7 @@ def run(arguments: Sequence[str]) -> int:
     # Taken out here, so that it works before and after the command.
     debug = "--debug" in arguments
     try:
-        code = app(
+        code = _parser()(
             args=[argument for argument in arguments if argument != "--debug"],
             prog_name="rollproof",
             standalone_mode=False,

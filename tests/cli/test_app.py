@@ -96,7 +96,7 @@ def test_an_internal_error_says_how_to_report_it(
     def broken(**_: Any) -> int:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(app_module, "app", broken)
+    monkeypatch.setattr(app_module, "_parser", lambda: broken)
     text = output_of(capsys, "verify", code=ExitCode.INTERNAL)
 
     assert (

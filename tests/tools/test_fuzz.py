@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from tools.fuzz import fuzzing
-from tools.fuzz.targets import TARGETS, Target
+from tools.fuzz.target import Target
+from tools.fuzz.targets import TARGETS
 
 
 @pytest.fixture
@@ -61,12 +62,21 @@ def test_the_same_seed_gives_the_same_inputs(fuzzed: Any) -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", ["expected-failures", "http-bytes"])
-def test_a_target_is_fuzzed_in_a_process_of_its_own(
-    name: str, capsys: pytest.CaptureFixture[str]
+def test_targets_are_fuzzed_in_processes_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its line has the number of inputs, and says that all were fine."""
-    assert fuzzing.fuzz(name, seconds=0.0, inputs=5, first=0)
-    line = capsys.readouterr().out.split()
+    """Each has one line, with the inputs of all of its processes; all were fine."""
+    monkeypatch.setattr(fuzzing, "_SHARD", 3)
+    names = ["expected-failures", "http-bytes"]
+    outcomes = fuzzing.fuzz(names, fuzzing.Amount(inputs=5, processes=2))
 
-    assert (name, "5", "ok") == (line[0], line[1], line[-1])
+    assert [(name, 5, []) for name in names] == [(o.name, o.inputs, o.problems) for o in outcomes]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(name, "5", "ok") for name in names] == [(line[0], line[1], line[-1]) for line in lines]
+
+
+def test_no_process_is_started_after_the_time() -> None:
+    """What was not read is not counted."""
+    (outcome,) = fuzzing.fuzz(["fault-plan"], fuzzing.Amount(inputs=5, within=-1.0))
+
+    assert (0, []) == (outcome.inputs, outcome.problems)

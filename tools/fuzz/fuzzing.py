@@ -1,4 +1,4 @@
-"""Fuzzing one target in a process of its own."""
+"""Fuzzing targets, each shard of the inputs of one in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +20,135 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tools.fuzz.targets import TARGETS
 
-__all__ = ["child", "fuzz"]
+__all__ = ["Amount", "Outcome", "child", "fuzz"]
 
 _HANG_SECONDS = 20
 _MEMORY = 4 << 30
-_BATCH = 50
-"""Inputs of one run of Hypothesis: the clock is looked at in between."""
+_BATCH = 200
+"""Inputs of one run of Hypothesis."""
+_SHARD = 2_500
+"""Inputs of one process; a number of its own, so that a seed means the same on every machine."""
 
 
-def fuzz(name: str, *, seconds: float, inputs: int | None, first: int) -> bool:
-    """Fuzz one target in a process, and print its line; return whether all inputs were fine."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """How much is fuzzed.
+
+    Attributes:
+        seconds: for each target, in one process.
+        inputs: for each target instead, in processes of 2,500 inputs each.
+        first: the seed.
+        processes: how many run at once.
+        within: seconds after which no further process is started; what is left is not counted.
+    """
+
+    seconds: float = 60.0
+    inputs: int | None = None
+    first: int = 0
+    processes: int = 1
+    within: float = float("inf")
+
+    @property
+    def shards(self) -> list[str]:
+        """What each process of one target does."""
+        if self.inputs is None:
+            return [str(self.seconds)]
+        whole, rest = divmod(self.inputs, _SHARD)
+        return [f"{size} inputs" for size in [_SHARD] * whole + [rest] * bool(rest)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one target.
+
+    Attributes:
+        name: of the target.
+        inputs: how many were read.
+        seconds: of all processes together.
+        memory: MiB of the largest process.
+        problems: what went wrong, with the input.
+    """
+
+    name: str
+    inputs: int
+    seconds: float
+    memory: int
+    problems: Sequence[str]
+
+    def __str__(self) -> str:
+        outcome = "FAILED" if self.problems else "ok"
+        row = f"{self.name:<20}{self.inputs:>9,}{self.seconds:>9.1f}{self.memory:>7,}  {outcome}"
+        return "\n    ".join([row, *(line for each in self.problems for line in each.split("\n"))])
+
+
+def fuzz(names: Sequence[str], amount: Amount) -> list[Outcome]:
+    """Fuzz targets, and print the line of each once it is done."""
+    begun = time.monotonic()
+    with ThreadPoolExecutor(amount.processes) as pool:
+        running: list[tuple[str, list[Future[dict[str, Any] | None]]]] = [
+            (
+                name,
+                [
+                    pool.submit(_shard, name, shard, f"{amount.first}:{number}", begun, amount)
+                    for number, shard in enumerate(amount.shards)
+                ],
+            )
+            for name in names
+        ]
+        outcomes = []
+        for name, shards in running:
+            states = [state for shard in shards if (state := shard.result()) is not None]
+            outcomes.append(
+                Outcome(
+                    name=name,
+                    inputs=sum(state["inputs"] for state in states),
+                    seconds=sum(state["seconds"] for state in states),
+                    memory=max((state["memory"] for state in states), default=0),
+                    problems=list(dict.fromkeys(s["problem"] for s in states if s["problem"])),
+                )
+            )
+            print(outcomes[-1], flush=True)
+    return outcomes
+
+
+def _shard(
+    name: str, shard: str, first: str, begun: float, amount: Amount
+) -> dict[str, Any] | None:
+    """Run a process, and return what became of it; ``None`` if the time was up."""
+    if time.monotonic() > begun + amount.within:
+        return None
     with tempfile.TemporaryDirectory() as folder:
         progress = Path(folder) / "progress.json"
-        amount = str(seconds) if inputs is None else f"{inputs} inputs"
         done = subprocess.run(
-            [sys.executable, "-m", "tools.fuzz.fuzzing", name, amount, str(first), str(progress)],
+            [sys.executable, "-m", "tools.fuzz.fuzzing", name, shard, first, str(progress)],
             check=False,
+            capture_output=True,
         )
-        state = json.loads(progress.read_text()) if progress.exists() else {}
+        state: dict[str, Any] = {"inputs": 0, "seconds": 0.0, "memory": 0, "problem": None}
+        if progress.exists():
+            state = json.loads(progress.read_text())
+        elif done.returncode == 0:
+            state["problem"] = f"seed {first}: the process ended without a word"
         last = progress.with_suffix(".input")
-        problem = state.get("problem")
-        if done.returncode != 0 and problem is None:
+        if done.returncode != 0 and state["problem"] is None:
             text = last.read_text() if last.exists() else ""
-            problem = f"the process ended with {done.returncode} at the input {text[:3000]}"
-    print(
-        f"{name:<20}{state.get('inputs', 0):>9,}{state.get('seconds', 0):>9.1f}"
-        f"{state.get('memory', 0):>7,}  {'ok' if problem is None else 'FAILED'}",
-        flush=True,
-    )
-    if problem is not None:
-        print("    " + problem.replace("\n", "\n    "), flush=True)
-    return problem is None
+            said = done.stderr.decode(errors="replace")[-1500:]
+            state["problem"] = (
+                f"seed {first}: the process ended with {done.returncode} at the input"
+                f" {text[:3000]}\n{said}"
+            )
+    return state
 
 
-def child(name: str, amount: str, first: int, file: str) -> None:
-    """Fuzz one target, and write what became of it to ``file``."""
+def child(name: str, amount: str, first: str, file: str) -> None:
+    """Fuzz one target in this process, and write what became of it to ``file``.
+
+    Args:
+        name: of the target.
+        amount: seconds, or ``N inputs``.
+        first: the seed.
+        file: for the figures, in JSON; the latest input is in a file next to it.
+    """
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     target, progress = TARGETS[name], Path(file)
     number, _, unit = amount.partition(" ")
@@ -68,7 +165,7 @@ def child(name: str, amount: str, first: int, file: str) -> None:
         ):
             wanted = _BATCH if inputs is None else min(_BATCH, inputs - count)
 
-            @seed(first * 1_000_003 + batch)
+            @seed(f"{name}:{first}:{batch}")
             @settings(
                 max_examples=wanted,
                 database=None,
@@ -82,6 +179,8 @@ def child(name: str, amount: str, first: int, file: str) -> None:
             @given(strategy)
             def body(data: Any) -> None:
                 nonlocal count
+                if inputs is None and time.monotonic() - begun > seconds:
+                    return
                 count += 1
                 # for a crash, which leaves nothing else
                 latest.seek(0)
@@ -99,7 +198,7 @@ def child(name: str, amount: str, first: int, file: str) -> None:
                 body()
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is the finding
                 notes = "\n".join(getattr(error, "__notes__", ()))
-                problem = f"{type(error).__name__}: {error}\n{notes}"[:4000]
+                problem = f"seed {first}: {type(error).__name__}: {error}\n{notes}"[:4000]
             # Hypothesis ends early where it has tried everything
             batch += 1
             count = min(count, before + wanted) if problem is None else count
@@ -119,4 +218,4 @@ def _shown(data: Any) -> str:
 
 
 if __name__ == "__main__":
-    child(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    child(*sys.argv[1:5])
