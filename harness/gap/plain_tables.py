@@ -60,7 +60,7 @@ def load_plain_table(path: Path, kind: str) -> Any:
 def stored_size(path: Path) -> int:
     """Return the bytes that the members of an archive expand to, as its directory says.
 
-    Raises ``GapError`` if it has no directory, which is at its end.
+    Raises ``GapError`` if it has no directory, which is at its end, or a damaged one.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -69,6 +69,11 @@ def stored_size(path: Path) -> int:
         raise GapError(
             f"{path} begins as an archive of NumPy or torch does, and has no directory at its end:"
             " it was cut short. Write it again."
+        ) from error
+    # names that are no text, and versions of the format that do not exist
+    except (ValueError, NotImplementedError) as error:
+        raise GapError(
+            f"{path} is an archive with a damaged directory ({_one_line(error)}). Write it again."
         ) from error
 
 

@@ -27,7 +27,8 @@ def is_torch_file(path: Path) -> bool:
                 return False
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile):
+    # ValueError: a name in the directory is no text
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return False
 
 

@@ -151,12 +151,11 @@ _CONFIG = {
     "mlp_only_layers": [0],
     "first_k_dense_replace": 1,
     "decoder_sparse_step": 1,
-    "mlp_layer_types": ["dense", "sparse"],
     "layer_types": ["a", "b"],
     "vocab_size": 512,
     "eos_token_id": [1, 2],
-    "text_config": {"num_hidden_layers": 4},
 }
+_NESTED_CONFIG = {"text_config": {**_CONFIG, "mlp_layer_types": ["dense", "sparse"]}}
 
 
 def _report() -> Any:
@@ -443,7 +442,9 @@ FILES: dict[str, Target] = {
         inputs=lambda: damaged_bytes(_EXPECTED.encode()), read=_read_expected
     ),
     "model-config": Target(
-        inputs=lambda: damaged_json(_CONFIG) | damaged_bytes(json.dumps(_CONFIG).encode()),
+        inputs=lambda: damaged_json(_CONFIG)
+        | damaged_json(_NESTED_CONFIG)
+        | damaged_bytes(json.dumps(_CONFIG).encode()),
         read=_read_model,
     ),
 }

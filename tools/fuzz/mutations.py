@@ -61,6 +61,8 @@ def _damaged_json(draw: st.DrawFn, sound: str, places: list[tuple[Any, ...]]) ->
             parent[key]
         except (LookupError, TypeError):
             continue  # an earlier change removed it
+        if not isinstance(parent, dict | list):
+            continue  # or replaced what it was in, such as by a text
         action = draw(st.sampled_from(["replace", "replace", "remove", "repeat", "rename"]))
         if action == "replace":
             # a copy, since a later change may be within it

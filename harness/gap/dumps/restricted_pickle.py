@@ -7,9 +7,10 @@ lists are called; every other name becomes an object that does nothing.
 from __future__ import annotations
 
 import pickle
+import pickletools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rollproof.errors import GapError
 
@@ -55,6 +56,19 @@ class _Unpickler(pickle.Unpickler):
         return Ignored()
 
 
+def _check_numbers(path: Path, file: BinaryIO) -> None:
+    """Raise ``GapError`` if a pickle numbers its objects higher than it could have objects: Python
+    makes a table of that size, and nine bytes would take gigabytes.
+    """
+    size = path.stat().st_size
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > size:
+            raise GapError(
+                f"{path} numbers an object {argument:,} and has {size:,} bytes: it is damaged, or"
+                " was made to exhaust memory."
+            )
+
+
 def load(path: Path, find: Callable[[str, str], Any]) -> Any:
     """Return the object in a pickle.
 
@@ -67,6 +81,8 @@ def load(path: Path, find: Callable[[str, str], Any]) -> Any:
     """
     try:
         with path.open("rb") as file:
+            _check_numbers(path, file)
+            file.seek(0)
             return _Unpickler(file, find).load()
     except GapError:
         raise
