@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.core.case import Model
+from rollproof.core.error_text import show
 from rollproof.errors import EngineStartError
 
 __all__ = ["end_tokens_of", "kv_groups_of", "model_of"]
@@ -17,6 +18,8 @@ __all__ = ["end_tokens_of", "kv_groups_of", "model_of"]
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+_MOST_LAYERS = 10_000
+"""More than any model has, and few enough to list."""
 
 
 def model_of(folder: Path) -> Model | None:
@@ -44,12 +47,17 @@ def model_of(folder: Path) -> Model | None:
             f"The config in {folder} has {experts} experts and lacks their number per token (one of"
             f" {list(_TOP_K)})."
         )
+    if layers > _MOST_LAYERS:
+        raise EngineStartError(
+            f"The config in {folder} has {layers:,} layers; rollproof takes up to"
+            f" {_MOST_LAYERS:,}. It is damaged, or no config of a model."
+        )
     return Model(
         num_layers=layers,
         moe_layers=_moe_layers(config, layers),
         num_experts=experts,
         top_k=top_k,
-        vocab=config.get("vocab_size") or Model().vocab,
+        vocab=_count(config, "vocab_size") or Model().vocab,
     )
 
 
@@ -60,12 +68,12 @@ def end_tokens_of(folder: Path) -> tuple[int, ...]:
     try:
         text = (Path(folder) / "generation_config.json").read_text(encoding="utf-8")
         found = json.loads(text).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         found = None
     if found is None:
         found = _config(folder).get("eos_token_id")
     tokens = found if isinstance(found, list) else [found]
-    return tuple(sorted({token for token in tokens if isinstance(token, int)}))
+    return tuple(sorted({token for token in tokens if _is_count(token)}))
 
 
 def kv_groups_of(folder: Path) -> int:
@@ -74,14 +82,14 @@ def kv_groups_of(folder: Path) -> int:
     It is 1 if the config names no kinds.
     """
     kinds = _config(folder).get("layer_types")
-    return len(set(kinds)) if isinstance(kinds, list) and kinds else 1
+    return len(set(map(str, kinds))) if isinstance(kinds, list) and kinds else 1
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineStartError(
             f"{folder} is not the folder of a checkpoint: {path.name} cannot be read ({error})."
             " Without --model, `rollproof verify --engine` makes a tiny model by itself."
@@ -105,8 +113,30 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list):
         return tuple(layer for layer, kind in enumerate(kinds[:layers]) if kind == "sparse")
-    dense: set[int] = set(config.get("mlp_only_layers") or ())
-    dense.update(range(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0))
-    step = config.get("decoder_sparse_step") or 1
+    listed = config.get("mlp_only_layers") or []
+    for layer in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(listed, list) or not _is_count(layer):
+            raise EngineStartError(
+                f"mlp_only_layers in the config must be a list of layers; {show(layer)} is none."
+            )
+    first = _count(config, "first_k_dense_replace") or _count(config, "num_dense_layers")
+    step = _count(config, "decoder_sparse_step") or 1
+    dense = {*listed, *range(min(first, layers))}
     # transformers counts from 1 here: with a step of 2 the layers 1, 3, 5 have experts
     return tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    """Return a field that counts layers or tokens, 0 if it is absent or null."""
+    value = config.get(name)
+    if value is None:
+        return 0
+    if not _is_count(value):
+        raise EngineStartError(
+            f"{name} in the config must be a whole number from 0 on, not {show(value)}."
+        )
+    return int(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from rollproof.core.case import Case
 from rollproof.core.error_text import show
 from rollproof.core.events.base import Event
 from rollproof.core.json_codec import AnyArray, Misfit, UnknownFieldError, from_json, to_json
 from rollproof.core.trace import EVENT_KINDS, SCHEMA, Header
-from rollproof.errors import TraceError, TraceVersionError
+from rollproof.errors import CaseError, TraceError, TraceVersionError
 
 __all__ = ["decode_event", "decode_header", "encode_event", "encode_header", "newer_schema"]
 
@@ -82,22 +83,23 @@ def decode_header(
     if isinstance(value, dict) and type(value.get("schema")) is int and value["schema"] > SCHEMA:
         raise TraceVersionError(newer_schema(value["schema"], value.get("made_by")))
     header = _decode(Header, value, "header", arrays, integers)
-    _require_server_names(header)
+    _check_case(header.case)
     return header
 
 
-def _require_server_names(header: Header) -> None:
-    """Raise ``TraceError`` if an action of the case names no server by a text: checks look servers
-    up by their names.
+def _check_case(case: Mapping[str, Any] | None) -> None:
+    """Raise ``TraceError`` if a field of the case has a wrong type: checks compare some of them.
+
+    Whether the case can be run is a question for whoever runs it.
     """
-    actions = header.case.get("actions") if isinstance(header.case, Mapping) else None
-    for number, action in enumerate(actions if isinstance(actions, list | tuple) else ()):
-        server = action.get("server") if isinstance(action, Mapping) else None
-        if not isinstance(server, str | None):
-            raise TraceError(
-                f"The header is malformed: case.actions[{number}].server must be a string or null,"
-                f" not {show(server)}."
-            )
+    # a case of a trainer has other fields, and code of users may write what it likes
+    if case is None or "requests" not in case:
+        return
+    try:
+        from_json(Case, to_json(case))
+    except Misfit as misfit:
+        if not isinstance(misfit.__cause__, CaseError):
+            raise TraceError(f"The header cannot be read: case.{misfit}.") from misfit
 
 
 def newer_schema(schema: object, made_by: object = None) -> str:

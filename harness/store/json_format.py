@@ -238,6 +238,8 @@ def _trace_of(data: Any) -> Trace:
     if number > SCHEMA:
         raise TraceVersionError(newer_schema(number, data.get("made_by")))
     unknown = sorted(data.keys() - {"format", "schema", "made_by", KEY, "header", "events"})
+    if not isinstance(data.get("made_by", ""), str):
+        raise TraceError(f'"made_by" must be a text, not {show(data["made_by"])}.')
     if unknown or not isinstance(data.get("events"), list) or "header" not in data:
         raise TraceError(
             "it must have a header, a list of events, and nothing else; unknown are"

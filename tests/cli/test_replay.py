@@ -108,7 +108,7 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "This trainer has no episodes ['nosuch']" in output_of(
         capsys, "replay", str(path), "--trust-subject", code=ExitCode.USAGE
     )
-    data["header"]["case"] = {"requests": []}
+    data["header"]["case"] = {"nosuch": []}
     path.write_text(json.dumps(data))
     assert "names no episodes" in output_of(
         capsys, "replay", str(path), "--trust-subject", code=ExitCode.USAGE

@@ -54,6 +54,26 @@ def test_a_config_without_layers_is_not_guessed(config: Callable[..., EngineSett
         VllmEngine(config(num_experts=8, num_experts_per_tok=2))
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"mlp_only_layers": 3}, "mlp_only_layers in the config must be a list of layers; 3 is"),
+        ({"mlp_only_layers": [0, [1]]}, "mlp_only_layers in the config must be a list of layers;"),
+        ({"first_k_dense_replace": "1"}, "first_k_dense_replace in the config must be a whole"),
+        ({"num_dense_layers": -1}, "num_dense_layers in the config must be a whole number"),
+        ({"decoder_sparse_step": 1.5}, "decoder_sparse_step in the config must be a whole number"),
+        ({"vocab_size": True}, "vocab_size in the config must be a whole number from 0 on"),
+        ({"num_hidden_layers": 10**9}, "has 1,000,000,000 layers; rollproof takes up to 10,000"),
+    ],
+)
+def test_a_config_of_wrong_types_is_refused(
+    config: Callable[..., EngineSettings], values: dict[str, Any], text: str
+) -> None:
+    """The field is named; a number of layers that cannot be is not listed first."""
+    with pytest.raises(EngineStartError, match=text):
+        model_of(config(**{**MOE, **values}).model)
+
+
 def test_which_layers_are_moe_is_read_as_the_families_write_it(
     config: Callable[..., EngineSettings],
 ) -> None:

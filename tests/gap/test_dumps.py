@@ -267,6 +267,14 @@ def test_a_batch_that_does_not_fit_is_named(
         read(tmp_path / "b.pkl")
 
 
+def test_a_pickle_that_numbers_more_objects_than_it_has_is_refused(tmp_path: Path) -> None:
+    """Python would make a table of that size: nine bytes took 2 GB."""
+    path = tmp_path / "b.pkl"
+    path.write_bytes(b"\x80\x04]r\xff\xff\xff\x07.")
+    with pytest.raises(GapError, match="numbers an object 134,217,727 and has 9 bytes"):
+        read(path)
+
+
 def test_a_pickle_that_was_cut_is_said_to_be(tmp_path: Path) -> None:
     """At any byte."""
     write_batch(tmp_path / "whole.pkl", skyrl())

@@ -134,3 +134,15 @@ def test_an_archive_that_expands_beyond_reason_is_refused(tmp_path: Path) -> Non
         file.writestr("mask.npy", b"\0" * (300 << 20))
     with pytest.raises(GapError, match="claims to hold"):
         read_pairs(path)
+
+
+def test_an_archive_whose_directory_is_damaged_is_refused(tmp_path: Path) -> None:
+    """A name that is marked as UTF-8 and is none: zipfile raises an error of its own kind."""
+    path = as_npz(tmp_path / "t", COLUMNS)
+    damaged = bytearray(path.read_bytes())
+    entry = damaged.index(b"PK\x01\x02")
+    damaged[entry + 9] |= 0x08
+    damaged[entry + 46] = 0xFF
+    path.write_bytes(damaged)
+    with pytest.raises(GapError, match="an archive with a damaged directory"):
+        read_pairs(path)

@@ -20,6 +20,7 @@ from rollproof.core.events.rollout import Admit, Reply, Result
 from rollproof.core.records import EngineOutput, FinishReason, Rollout
 from rollproof.core.trace import EVENT_KINDS, Header, Trace
 from rollproof.errors import TraceError, TraceVersionError, UsageError
+from rollproof.fakes.known_bugs._planting import ABORTED
 from rollproof.store import (
     TraceReader,
     TraceWriter,
@@ -355,13 +356,21 @@ def test_hostile_text_is_refused(tmp_path: Path, old: str, new: str, text: str) 
         load_trace(path)
 
 
-def test_a_server_of_the_case_is_a_name(tmp_path: Path) -> None:
-    """Checks look servers up: what cannot be looked up is no trace."""
-    path = edited(
-        tmp_path / "trace.json",
-        put("header", "case", value={"actions": [{"do": "skew", "server": ["s0"]}]}),
-    )
-    with pytest.raises(TraceError, match=r"case\.actions\[0\]\.server must be a string or null"):
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"actions": [{"do": "skew", "server": ["s0"]}]}, r"case\.actions\[0\]\.server"),
+        ({"engine": {"transfer_steps": "2"}}, r"case\.engine\.transfer_steps"),
+        ({"partial": 0}, r"case\.partial"),
+    ],
+)
+def test_a_case_has_the_types_of_its_fields(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    """Checks look at the case: servers are looked up, and numbers compared."""
+    case = {**ABORTED.to_dict(), **change}
+    path = edited(tmp_path / "trace.json", put("header", "case", value=case))
+    with pytest.raises(TraceError, match=f"The header cannot be read: {text}"):
         load_trace(path)
 
 

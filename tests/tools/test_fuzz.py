@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from tools.fuzz import fuzzing
-from tools.fuzz.target import Target
+from rollproof.contracts.contract_file import read_contract
+from rollproof.core.model_config import model_of
+from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.gap.dumps import read_dump
+from rollproof.gap.limits import limits_named
+from tools.fuzz import file_targets, fuzzing
+from tools.fuzz.target import Target, run_command
 from tools.fuzz.targets import TARGETS
 
 
@@ -80,3 +86,32 @@ def test_no_process_is_started_after_the_time() -> None:
     (outcome,) = fuzzing.fuzz(["fault-plan"], fuzzing.Amount(inputs=5, within=-1.0))
 
     assert (0, []) == (outcome.inputs, outcome.problems)
+
+
+def test_what_is_damaged_was_sound(tmp_path: Path) -> None:
+    """Each reader takes the undamaged input: one that refuses it would not be fuzzed at all."""
+    for name, content in (
+        ("g.csv", file_targets._gap_csv()),
+        ("g.jsonl", file_targets._gap_jsonl()),
+        ("g.npz", file_targets._gap_npz()),
+        ("g.parquet", file_targets._gap_parquet()),
+        ("train_data_step1.jsonl", json.dumps(file_targets._NEMO_RL).encode() + b"\n"),
+        ("b.pkl", file_targets._skyrl()),
+    ):
+        (tmp_path / name).write_bytes(content)
+        run = ["gap", str(tmp_path / name), "--json", "-", "--resamples", "100"]
+        assert '"verdict"' in run_command(*run), name
+    (tmp_path / "traces.jsonl").write_text(json.dumps(file_targets._VERIFIERS) + "\n")
+    assert read_dump(tmp_path / "traces.jsonl") is not None
+    for name, text in (
+        ("c.json", json.dumps(file_targets._contract()).encode()),
+        ("c.toml", file_targets._CONTRACT_TOML),
+    ):
+        (tmp_path / name).write_bytes(text)
+        assert (0, 1, 2) == read_contract(tmp_path / name).moe_layers
+    (tmp_path / "plan.toml").write_bytes(file_targets._PLAN_TOML)
+    assert 1 == len(FaultPlan.from_file(tmp_path / "plan.toml").faults)
+    (tmp_path / "limits.toml").write_bytes(file_targets._LIMITS)
+    assert "mine" == limits_named("mine", override=tmp_path / "limits.toml").profile
+    (tmp_path / "config.json").write_text(json.dumps(file_targets._CONFIG))
+    assert model_of(tmp_path) is not None

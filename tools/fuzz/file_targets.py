@@ -104,6 +104,12 @@ def _contract() -> dict[str, Any]:
         "moe_layers": [0, 1, 2],
         "num_experts": 8,
         "top_k": 2,
+        "layer_axis": "all",
+        "filler": "none",
+        "dtype": "uint8",
+        "provenance": "as-sampled",
+        "limits": {"length": 4096, "turns": 4},
+        "multi_turn": True,
     }
 
 
@@ -136,6 +142,10 @@ num_layers = 3
 moe_layers = [0, 1, 2]
 num_experts = 8
 top_k = 2
+layer_axis = "all"
+filler = "none"
+dtype = "uint8"
+provenance = "as-sampled"
 """
 _LIMITS = b"""[profile.mine]
 about = "of our own"
@@ -442,9 +452,11 @@ FILES: dict[str, Target] = {
         inputs=lambda: damaged_bytes(_EXPECTED.encode()), read=_read_expected
     ),
     "model-config": Target(
-        inputs=lambda: damaged_json(_CONFIG)
-        | damaged_json(_NESTED_CONFIG)
-        | damaged_bytes(json.dumps(_CONFIG).encode()),
+        inputs=lambda: (
+            damaged_json(_CONFIG)
+            | damaged_json(_NESTED_CONFIG)
+            | damaged_bytes(json.dumps(_CONFIG).encode())
+        ),
         read=_read_model,
     ),
 }

@@ -50,6 +50,10 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
     [
         ({"fault": []}, "has no \\['fault'\\]"),
         ({"faults": {}}, r"faults must be a list of tables: in TOML one \[\[faults\]\] for each"),
+        (
+            {"faults": [{"do": "status", "after_engine": 1}]},
+            "after_engine=1 must be true or false",
+        ),
         ({"faults": [{}]}, "Fault 1 needs 'do'; its fields are \\['after_engine', 'do'"),
         (
             {"faults": [{"do": "explode"}]},
