@@ -133,7 +133,8 @@ class WireFault:
             problems.append(f"status={self.status!r} must be a status from 400 to 599.")
         if not _is_number(self.keep, 0.0, 1.0) or self.keep == 1.0:
             problems.append(f"keep={self.keep!r} must be a share from 0 to below 1.")
-        if not isinstance(self.after_engine, bool):
+        after: object = self.after_engine  # a file may hold anything
+        if not isinstance(after, bool):
             problems.append(f"after_engine={self.after_engine!r} must be true or false.")
         if problems:
             raise UsageError("This fault cannot be planned:\n  - " + "\n  - ".join(problems))

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollproof.fakes.http.request_body import BadRequest
 
-__all__ = ["check_batch", "check_texts", "check_tokens"]
+__all__ = ["check_batch", "check_prompts", "check_texts", "check_tokens"]
 
 _MAX_CALLS = 8192
 _MAX_TOKENS = 1 << 22
@@ -31,6 +31,14 @@ def check_tokens(tokens: object) -> None:
     """Raise ``BadRequest`` if a list of tokens is too long."""
     if isinstance(tokens, list) and len(tokens) > _MAX_TOKENS:
         raise _too_much("tokens", len(tokens), _MAX_TOKENS)
+
+
+def check_prompts(prompts: Sequence[Any]) -> None:
+    """Raise ``BadRequest`` if there are too many prompts: before a look at any of them, which takes
+    most of the time.
+    """
+    if len(prompts) > _MAX_CALLS:
+        raise _too_much("samples", len(prompts), _MAX_CALLS)
 
 
 def check_batch(prompts: Sequence[Sequence[int]], samples: int, *, scored: bool) -> None:

@@ -118,7 +118,7 @@ class OpenAI:
         if not prompt or not isinstance(prompt, str | list):
             raise BadRequest("Prompt cannot be empty")
         vocab = self._backend.vocab
-        check_texts([prompt] if isinstance(prompt, str) else prompt)
+        check_texts(prompt if isinstance(prompt, list) else [prompt])
         if isinstance(prompt, str):
             return [words_of(prompt, vocab)], False
         if isinstance(prompt[0], str | list):

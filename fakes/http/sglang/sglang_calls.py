@@ -20,7 +20,7 @@ from rollproof.fakes.http.request_body import (
     token_ids,
     words_of,
 )
-from rollproof.fakes.http.request_limits import check_batch, check_texts
+from rollproof.fakes.http.request_limits import check_batch, check_prompts, check_texts
 from rollproof.fakes.http.routes_encoding import as_int32, compact
 from rollproof.fakes.http.sampling_validation import check_sglang
 from rollproof.fakes.http.serve_options import RoutesForm
@@ -116,6 +116,7 @@ class SglangRequest:
         if text is not None:  # if a request has both, SGLang takes the text
             listed = isinstance(text, list)
             texts = text if isinstance(text, list) else [text]
+            check_prompts(texts)
             check_texts(texts)
             prompts = [
                 words_of(field({"text": prompt}, "text", str, ""), backend.vocab)
@@ -124,6 +125,7 @@ class SglangRequest:
         else:
             listed = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
             lists: list[Any] = ids if isinstance(ids, list) and listed else [ids]
+            check_prompts(lists)
             prompts = [token_ids(prompt, "input_ids", backend.vocab) for prompt in lists]
         if not prompts:
             raise BadRequest("input_ids cannot be empty.")

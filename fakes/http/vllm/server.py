@@ -36,7 +36,7 @@ from rollproof.fakes.http.request_body import (
     token_ids,
     words_of,
 )
-from rollproof.fakes.http.request_limits import check_texts
+from rollproof.fakes.http.request_limits import check_prompts, check_texts
 from rollproof.fakes.http.sampling_validation import check_vllm_request
 from rollproof.fakes.http.streams import EndedCall, SampledToken, stream_calls
 from rollproof.fakes.http.supported_fields import refuse_unsupported
@@ -257,10 +257,11 @@ class _Sampling:
 
     def _prompts(self, body: Mapping[str, Any]) -> list[tuple[int, ...]]:
         prompt, vocab = body.get("prompt"), self._backend.vocab
-        check_texts([prompt] if isinstance(prompt, str) else prompt or ())
+        check_texts(prompt if isinstance(prompt, list) else [prompt])
         if isinstance(prompt, str):
             return [words_of(prompt, vocab)]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            check_prompts(prompt)
             return [
                 words_of(text, vocab) if isinstance(text, str) else token_ids(text, "prompt", vocab)
                 for text in prompt

@@ -127,6 +127,9 @@ def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(
     [
         ("sglang", "/nothing", {}, 404),
         ("vllm", "/nothing", {}, 404),
+        ("vllm", "/v1/completions", {"model": "x", "prompt": 7}, 400),
+        ("vllm", "/v1/completions", {"model": "x", "prompt": True}, 400),
+        ("sglang", "/v1/completions", {"model": "x", "prompt": 7}, 400),
         ("sglang", "/generate", {**SGLANG, "no_such_field": 1}, 200),
         ("vllm", "/inference/v1/generate", {**VLLM, "no_such_field": 1}, 200),
         ("sglang", "/generate", {**SGLANG, "sampling_params": {"no_such_parameter": 1}}, 500),
