@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import tarfile
 import tomllib
@@ -93,10 +95,21 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(source: Path, python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one wheel and one sdist."""
     target = tmp_path_factory.mktemp("dist")
-    command = [str(python), "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stdout + done.stderr
+    build(python, source, target)
     return target
+
+
+def build(python: Path, source: Path, target: Path, *options: str) -> None:
+    """Build as a release is built: the time in the archives is that of the commit."""
+    command = [str(python), "-m", "build", "--no-isolation", *options, "--outdir", str(target)]
+    done = subprocess.run(
+        [*command, str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SOURCE_DATE_EPOCH": "1760000000"},
+    )
+    assert not done.returncode, done.stdout + done.stderr
 
 
 def sound(python: Path, folder: Path) -> str:
@@ -148,6 +161,22 @@ def test_wheel_and_sdist_hold_the_same_modules(built: Path, source: Path) -> Non
     assert {
         str(Path(FOLDERS[path.parts[0]].replace(".", "/"), *path.parts[1:])) for path in expected
     } == wheel
+
+
+def test_a_wheel_can_be_built_again_byte_for_byte(
+    built: Path, source: Path, python: Path, tmp_path: Path
+) -> None:
+    """Whoever doubts a release can compare: neither the folder, nor the times of its files, nor the
+    way over an sdist matter.
+    """
+    again = tmp_path / "elsewhere"
+    shutil.copytree(
+        source, again, copy_function=shutil.copy, ignore=shutil.ignore_patterns("*.egg-info")
+    )
+    build(python, again, tmp_path, "--wheel")
+    first, second = (next(folder.glob("*.whl")) for folder in (built, tmp_path))
+
+    assert (first.name, first.read_bytes()) == (second.name, second.read_bytes())
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
