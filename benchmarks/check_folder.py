@@ -61,7 +61,7 @@ FAULTS = {
     "finish": "stitch.finish-reason",
     "row": "routes.content",
     "rows-appended": "routes.rows",
-    "version": "versions.min-max",
+    "version": "versions.published",
 }
 """What is wrong in one sample each, and the check that is to find it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -25,6 +26,7 @@ from rollproof.cli.output import (
 )
 from rollproof.cli.parallel import processors
 from rollproof.cli.unit_workers import Unit, judge_here, judge_in_processes, judge_on_ray
+from rollproof.core.files import check_folder
 from rollproof.core.source_location import SourceLocation
 from rollproof.errors import TraceError, UsageError
 from rollproof.judging.checks import Check, CheckResult, Verdict
@@ -40,6 +42,7 @@ from rollproof.verification.judged_files import (
     Unjudged,
 )
 from rollproof.verification.trace_files import TraceFiles, find_traces, sample_of, since_of
+from rollproof.verification.trace_slices import Slices, write_slices
 
 __all__ = ["check", "check_served", "summary_lines"]
 
@@ -111,6 +114,15 @@ def check(
             help="With --follow: serve counts for Prometheus on this port of 127.0.0.1.",
         ),
     ] = None,
+    slices: Annotated[
+        Path | None,
+        typer.Option(
+            "--slices",
+            metavar="DIR",
+            help="Write traces into this folder that show the first and the worst finding of each"
+            " failing check, and a minimal one: small enough to be mailed.",
+        ),
+    ] = None,
     jobs: Jobs = None,
     ray: RayAddress = None,
     json_target: JsonTarget = None,
@@ -126,6 +138,8 @@ def check(
     --unfinished-ok; requests that were open at its end do not count as hanging.
     """
     output = Output(json_target, report, github=github)
+    if slices is not None:
+        check_folder(slices)
     if metrics is not None and not follow:
         raise UsageError("--metrics counts what happens while a trace is followed: add --follow.")
     if ray is not None and jobs is not None:
@@ -141,7 +155,7 @@ def check(
         judged = FilesJudged(tally=Tally(settings.registry()), unfinished_ok=unfinished_ok)
         _follow(output, traces, settings, judged, metrics)
         alone = traces[0] if len(traces) == 1 and not traces[0].is_dir() else None
-        return _show(output, judged, alone, verbose=verbose)
+        return _show(output, judged, alone, slices=slices, verbose=verbose)
     files = find_traces(
         traces,
         since=None if since is None else since_of(since),
@@ -158,7 +172,7 @@ def check(
     if not judged.headers:
         raise TraceError(judged.unjudged[0].error)
     alone = Path(files.paths[0]) if len(files) == 1 else None
-    return _show(output, judged, alone, notes=files.notes, verbose=verbose)
+    return _show(output, judged, alone, notes=files.notes, slices=slices, verbose=verbose)
 
 
 def check_served(trace: Path) -> Report:
@@ -232,9 +246,12 @@ def _show(
     alone: Path | None,
     *,
     notes: Sequence[str] = (),
+    slices: Path | None = None,
     verbose: bool,
 ) -> int:
-    """Show the report, and return the exit code. ``alone`` is the only file, if there is one."""
+    """Show the report, and return the exit code. ``alone`` is the only file, if there is one, and
+    ``slices`` the folder for slices of the trace.
+    """
     report = judged.report(notes)
     data = report.to_dict()
     data["inputs"] = judged.inputs()
@@ -250,12 +267,25 @@ def _show(
         )
     )
     output.lines(_unjudged_lines(judged, verbose=verbose))
+    if slices is not None:
+        written = list(write_slices(judged.first, judged.worst, slices))
+        data["inputs"]["slices"] = {item.check: dict(item.files) for item in written}
+        output.lines(_slice_lines(written))
     output.json(data)
     # A failure outranks a damaged file: the part that could be read is enough to show it.
     unsure = judged.reasons and report.exit_code == ExitCode.PASS
     code = ExitCode.UNKNOWN if unsure else report.exit_code
     output.report(data, code, problems=[item.error for item in judged.unjudged])
     return output.ended(code)
+
+
+def _slice_lines(written: Sequence[Slices]) -> Iterator[Line]:
+    """Yield the commands that show the slices."""
+    for item in written:
+        if item.missing:
+            yield Style.DOUBT, f"  no slice of {item.check}: {item.missing}"
+        for name, path in item.files.items():
+            yield Style.PLAIN, f"  {name} of {item.check}: rollproof show {shlex.quote(path)}"
 
 
 def _unjudged_lines(judged: FilesJudged, *, verbose: bool) -> Iterator[Line]:

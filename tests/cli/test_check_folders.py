@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,32 @@ def test_a_worker_that_dies_loses_no_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert ["runs/deadly.json"] == [item["path"] for item in disturbed["inputs"]["listed"]]
     assert undisturbed["checks"] == disturbed["checks"]
     assert undisturbed["exercised"] == disturbed["exercised"]
+
+
+def test_slices_show_the_same_finding_by_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--slices writes the first, the worst and a minimal slice of a failing check: each is a trace
+    that ``check`` judges and ``show`` tells, with that finding, and nothing else.
+    """
+    (request,) = ABORTED.requests
+    other = replace(request, request_id="r1", prompt_ids=(21, 22, 23))
+    case = replace(ABORTED, requests=(request, other))
+    (tmp_path / "runs").mkdir()
+    dump_trace(run_case(Correct, CLEAN), tmp_path / "runs" / "a.json")
+    stream(tmp_path / "runs" / "b.arrow", run_case(Concat, case))
+    whole = judged("runs", "--slices", "slices", code=ExitCode.FAIL)
+    (failing,) = (item for item in whole["checks"] if item["verdict"] == "fail")
+    files = whole["inputs"]["slices"]["routes.rows"]
+    sizes = {}
+    for name, path in files.items():
+        part = judged(path, code=ExitCode.FAIL)
+        (check,) = (item for item in part["checks"] if item["verdict"] == "fail")
+        sizes[name] = part["inputs"]["events"]
+        assert failing["id"] == check["id"] == "routes.rows"
+        assert failing["findings"][0]["title"] == check["findings"][0]["title"]
+        assert failing["findings"][0]["kind"] == check["findings"][0]["kind"]
+        assert "routes.rows" in output_of(capsys, "show", path, code=ExitCode.PASS)
+
+    assert {"first", "minimal"} == sizes.keys()
+    assert sizes["minimal"] < sizes["first"] < whole["inputs"]["events"]
