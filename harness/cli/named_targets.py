@@ -233,7 +233,7 @@ def options_of_recipe(recipe: Mapping[str, Any]) -> list[str]:
         return ["--subject", subject]
     stack, part = recipe.get("stack"), recipe.get("part")
     if isinstance(stack, str) and "checkout" not in recipe:
-        version = recipe.get("version")
+        version = None if "changed" in recipe else recipe.get("version")
         spec = f"{stack}=={version}" if version else stack
         return ["--stack", spec, *(["--part", part] if isinstance(part, str) else [])]
     return []
@@ -251,9 +251,10 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
         return engine_target(recipe["engine"], recipe.get("model"))
     if isinstance(recipe.get("stack"), str):
         version, part, checkout = recipe.get("version"), recipe.get("part"), recipe.get("checkout")
-        # A checkout is run as it is now, whatever version the trace names: the fault is being fixed
-        # there.
-        spec = recipe["stack"] + (f"=={version}" if version and not checkout else "")
+        # A checkout is run as it is now, whatever version the trace names, and so is a package that
+        # was changed in place: the fault is being fixed there.
+        released = version and not checkout and "changed" not in recipe
+        spec = recipe["stack"] + (f"=={version}" if released else "")
         parts = [part] if isinstance(part, str) else ()
         return stack_targets(spec, parts, checkout=checkout)[1][0]
     for target in references():

@@ -227,8 +227,10 @@ def verify(
             code = merged.exit_code or ExitCode.UNKNOWN
             output.report(_json(merged, reports, targets), code, problems=[stopped])
         raise
-    notes = [_untested(targets)]
-    if stack is not None and pinned is None:
+    notes = [_changed(targets), _untested(targets)]
+    if pinned is not None:
+        notes += pinned.repaired(reports, ids)
+    elif stack is not None:
         notes.append(PinnedVerdicts.note(targets, reports))
     merged = _show(output, title, reports, targets, notes, verbose=verbose)
     problems = _compare_expected(output, expected_failures, reports, accept=accept)
@@ -387,6 +389,15 @@ def _untested(targets: list[Target]) -> str | None:
     )
 
 
+def _changed(targets: list[Target]) -> str | None:
+    """Return a note on a stack whose files were changed after they were installed or committed."""
+    recipe = targets[0].recipe
+    if "changed" not in recipe:
+        return None
+    original = "in its commit" if "checkout" in recipe else "when it was installed"
+    return f"note: {recipe['stack']} was changed: {recipe['changed']} was other {original}"
+
+
 def _json(merged: Report, reports: list[Report], targets: list[Target]) -> dict[str, Any]:
     facts = {target.name: _facts(target) for target in targets}
     each = [{**report.to_dict(), **facts.get(report.subject, {"recipe": {}})} for report in reports]
@@ -428,13 +439,15 @@ class PinnedVerdicts:
     those of the release as which it is driven.
 
     ``parts`` maps the names of targets to parts of the stack; ``complete`` says that these are all
-    its parts, so that an entry may name no other.
+    its parts, so that an entry may name no other. ``exact`` says that the release itself is judged:
+    in other code, a known failure that does not show is good news, not a deviation.
     """
 
     matrix: Matrix
     version: str
     parts: Mapping[str, str]
     complete: bool = False
+    exact: bool = True
 
     @classmethod
     def of(cls, targets: Iterable[Target], *, complete: bool = False) -> Self:
@@ -452,7 +465,13 @@ class PinnedVerdicts:
                 f" {', '.join(matrix.pinned)}. Judge it without --matrix."
             )
         parts = {name: str(recipe["part"]) for name, recipe in recipes.items()}
-        return cls(matrix=matrix, version=version, parts=parts, complete=complete)
+        return cls(
+            matrix=matrix,
+            version=version,
+            parts=parts,
+            complete=complete,
+            exact="driven_as" not in first,
+        )
 
     @classmethod
     def note(cls, targets: Iterable[Target], reports: Iterable[Report]) -> str | None:
@@ -489,14 +508,16 @@ class PinnedVerdicts:
         """Return how the reports differ from the pinned verdicts on the ``judged`` checks."""
         texts = (
             self.matrix.unknown_parts(self.version, set(self.parts.values()))
-            if self.complete
+            if self.complete and self.exact
             else []
         )
         for report in reports:
             outcome, part = Outcome.of_report(report.to_dict()), self.parts[report.subject]
-            texts += self.matrix.deviations(
-                self.version, part, outcome, judged, name=report.subject
-            )
+            texts += self.matrix.new_failures(self.version, part, outcome, name=report.subject)
+            if self.exact:
+                texts += self.matrix.absent_failures(
+                    self.version, part, outcome, judged, name=report.subject
+                )
             canary = report.canary
             if canary is not None and canary.planted is not None and not canary.red:
                 texts.append(
@@ -504,3 +525,19 @@ class PinnedVerdicts:
                     " other verdicts cannot be trusted."
                 )
         return texts
+
+    def repaired(self, reports: Iterable[Report], judged: Collection[str]) -> list[str]:
+        """Return notes on known failures of the nearest release that do not show in other code."""
+        if self.exact:
+            return []
+        return [
+            f"note: not as in {self.matrix.stack} {self.version}: {text}"
+            for report in reports
+            for text in self.matrix.absent_failures(
+                self.version,
+                self.parts[report.subject],
+                Outcome.of_report(report.to_dict()),
+                judged,
+                name=report.subject,
+            )
+        ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from rollproof.stacks.releases import (
     Found,
     Release,
     changed_files,
+    changed_in_place,
     checked_out,
     editable_folder,
     imported_from,
     installed_version,
     requirements_file,
+    with_changes,
 )
 
 __all__ = [
@@ -90,6 +92,8 @@ class Stack:
             recipe["checkout"] = str(self.found.checkout)
         if self.found is not None and not self.found.tested:
             recipe["driven_as"] = self.found.line
+        if self.found is not None and self.found.changed:
+            recipe["changed"] = _listed(self.found.changed)
         return recipe
 
 
@@ -112,17 +116,16 @@ def load_stack(spec: str, *, checkout: str | Path | None = None) -> Stack:
     module = importlib.import_module(STACKS[name])
     release: Release = module.RELEASE
     requested = None if requested is None else release.known_as(requested)
-    version, folder = _look_up(name, release, requested, checkout)
+    version, folder, changed = _look_up(name, release, requested, checkout)
     if requested is not None and requested != version:
+        same_version = version == with_changes(requested, changed)
         raise StackError(
             f"{name}=={requested} was requested, but {version} is"
-            f" {_installed(folder)}{_changes(release, folder)}. Run:\n "
-            f" {release.install(requested)}"
+            f" {_installed(folder)}{_changes(changed, folder)}. Run:\n "
+            f" {release.install(requested, again=same_version)}"
         )
     found = Found(
-        version=version,
-        line=release.line_of(version),
-        checkout=folder,
+        version=version, line=release.line_of(version), checkout=folder, changed=changed
     )
     _refuse_another_checkout(name, release, folder)
     try:
@@ -152,12 +155,12 @@ def release_of(name: str) -> Release:
 
 def _look_up(
     name: str, release: Release, requested: str | None, checkout: str | Path | None
-) -> tuple[str, Path | None]:
-    """The version that is there, and the folder of its checkout."""
+) -> tuple[str, Path | None, tuple[str, ...]]:
+    """The version that is there, the folder of its checkout, and its changed files."""
     if checkout is None:
         folder = editable_folder(release.distribution)
         if folder is not None and (folder / release.module_file).is_file():
-            return checked_out(folder, release), folder.resolve()
+            return checked_out(folder, release), folder.resolve(), changed_files(folder, release)
         if release.repository is None:
             version = installed_version(release.distribution)
             if version is None:
@@ -165,29 +168,32 @@ def _look_up(
                     f"{name} is not installed here, so it cannot be judged. Run:\n "
                     f" {release.install(requested)}"
                 )
-            return version, None
+            changed = changed_in_place(release)
+            return with_changes(version, changed), None, changed
         raise StackError(
             f"{name} is not on a package index, so it is judged from a checkout, `--stack {name}"
             f" --checkout DIR`. Run:\n  {release.install(requested)}"
         )
     folder = Path(checkout).expanduser()
-    return checked_out(folder, release), folder.resolve()
+    return checked_out(folder, release), folder.resolve(), changed_files(folder, release)
 
 
 def _installed(folder: Path | None) -> str:
     return "installed" if folder is None else "checked out"
 
 
-def _changes(release: Release, folder: Path | None) -> str:
-    """Which files of a checkout differ from its commit, as a parenthesis."""
-    changed = () if folder is None else changed_files(folder, release)
+def _changes(changed: Sequence[str], folder: Path | None) -> str:
+    """A parenthesis with the files that differ from the commit or from what was installed."""
     if not changed:
         return ""
-    first, *others = changed
-    return (
-        f" ({first}{f' and {len(others)} more' if others else ''} {'are' if others else 'is'} not"
-        " as the commit has it)"
-    )
+    verb, them = ("are", "them") if len(changed) > 1 else ("is", "it")
+    original = "installed" if folder is None else f"the commit has {them}"
+    return f" ({_listed(changed)} {verb} not as {original})"
+
+
+def _listed(files: Sequence[str]) -> str:
+    """The first of ``files``, and how many more there are."""
+    return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else files[0]
 
 
 def _refuse_another_checkout(name: str, release: Release, folder: Path | None) -> None:

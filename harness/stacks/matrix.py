@@ -199,15 +199,26 @@ class Matrix:
             judged: The checks that were judged; default: all.
             name: What the sentences call the part that was judged; default: the release and part.
         """
+        return [
+            *self.new_failures(version, part, outcome, name=name),
+            *self.absent_failures(version, part, outcome, judged, name=name),
+        ]
+
+    def new_failures(
+        self, version: str, part: str, outcome: Outcome, *, name: str | None = None
+    ) -> list[str]:
+        """The deviations that something is wrong which the matrix does not list: for code that is
+        not the release itself, in which a listed failure may be repaired. Arguments as for
+        ``deviations``.
+        """
         title = name or f"{self.stack} {version} {part}"
         fails, may_fail, undecided = (
             self._entries_by_check(table, version, part) for table in _TABLES
         )
-        reasons, deviations = self.reasons(version, part), []
+        deviations = []
         for check, verdict in outcome.verdicts.items():
             subject, failed = f"{title}: {check}", outcome.fails(check)
-            entries = fails.get(check, [])
-            if failed and not entries and check not in may_fail:
+            if failed and check not in fails and check not in may_fail:
                 deviations.append(
                     f"{subject} fails, and no entry of the matrix says why: a new fault, or a false"
                     " alarm."
@@ -220,27 +231,41 @@ class Matrix:
                     f"{subject} fails in a way that the matrix does not list: findings of the kind"
                     f" {kinds}."
                 )
-            elif entries and not failed:
+            elif verdict == "unknown" and check not in undecided and check not in fails:
+                deviations.append(f"{subject} is unknown, and no entry of the matrix says why.")
+        return deviations
+
+    def absent_failures(
+        self,
+        version: str,
+        part: str,
+        outcome: Outcome,
+        judged: Collection[str] | None = None,
+        *,
+        name: str | None = None,
+    ) -> list[str]:
+        """The deviations that a listed failure did not show. Arguments as for ``deviations``."""
+        title = name or f"{self.stack} {version} {part}"
+        reasons, deviations = self.reasons(version, part), []
+        fails = self._entries_by_check("fails", version, part)
+        for check, entries in fails.items():
+            subject, verdict = f"{title}: {check}", outcome.verdicts.get(check)
+            if verdict is None:
+                if judged is None or check in judged:
+                    deviations.append(f"{subject} is listed as failing, but was not judged.")
+            elif not outcome.fails(check):
                 deviations.append(
                     f"{subject} is listed as failing ({reasons[check]}), but its verdict is"
                     f" {verdict}."
                 )
-            elif verdict == "unknown" and check not in undecided:
-                deviations.append(f"{subject} is unknown, and no entry of the matrix says why.")
-            if failed:
+            else:
                 explained = outcome.known.get(check, ())
                 deviations += [
                     f"{subject} fails, but shows nothing of what is listed: {entry.reason}."
                     for entry in entries
                     if entry.reason not in explained
                 ]
-        absent = set(fails) - set(outcome.verdicts)
-        if judged is not None:
-            absent &= set(judged)
-        return deviations + [
-            f"{title}: {check} is listed as failing, but was not judged."
-            for check in sorted(absent)
-        ]
+        return deviations
 
     def _entries_by_check(self, table: str, version: str, part: str) -> dict[str, list[Entry]]:
         """The entries that name each check in ``table``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
 from importlib.resources.abc import Traversable
@@ -24,12 +26,14 @@ __all__ = [
     "Found",
     "Release",
     "changed_files",
+    "changed_in_place",
     "checked_out",
     "editable_folder",
     "imported_from",
     "installed_version",
     "requirements_file",
     "verdicts_file",
+    "with_changes",
 ]
 
 STACKS: Mapping[str, str] = {
@@ -52,7 +56,9 @@ verdicts that the stack is known for, and that of its pinned dependencies.
 """
 
 _CHANGED = "+changed"
-"""Suffix of the version of a checkout that differs from its commit."""
+"""Suffix of the version of a checkout that differs from its commit, or of an installed package that
+differs from what was installed.
+"""
 _ABBREVIATED = 7
 """Least digits of an abbreviated commit, as git writes it."""
 _RELEASED = re.compile(r"\d+(\.\d+)+")
@@ -116,10 +122,11 @@ class Release:
         older = [known for known in self.versions if _numbers(known) <= _numbers(version)]
         return max(older, key=_numbers, default=self.versions[0])
 
-    def install(self, version: str | None = None) -> str:
+    def install(self, version: str | None = None, *, again: bool = False) -> str:
         """The commands that install ``version`` (default: the newest known) next to rollproof.
 
-        A checkout's commit, which no package index has, counts as the newest known.
+        A checkout's commit, which no package index has, counts as the newest known. ``again``
+        replaces what is installed under the same version.
         """
         # A package index has versions that the adapters do not know; of a repository only the
         # known commits are sure to exist.
@@ -132,8 +139,8 @@ class Release:
         if self.repository is None:
             # Some ask for a newer Python than their rollout code needs (SkyRL 0.4.0: 3.12).
             commands.append(
-                "python -m pip install --no-deps --ignore-requires-python"
-                f" {self.distribution}=={target}"
+                f"python -m pip install {'--force-reinstall ' if again else ''}--no-deps"
+                f" --ignore-requires-python {self.distribution}=={target}"
             )
         else:
             folder = self.distribution
@@ -151,11 +158,13 @@ class Found:
         line: The version of the adapter's table by which it is driven. It differs from ``version``
             if the adapters do not know that one.
         checkout: Its folder, if it is a checkout.
+        changed: Its Python files that differ from the commit, or from what was installed.
     """
 
     version: str
     line: str
     checkout: Path | None = None
+    changed: tuple[str, ...] = ()
 
     @property
     def tested(self) -> bool:
@@ -237,7 +246,43 @@ def checked_out(folder: Path, release: Release) -> str:
         (known for known in release.versions if commit.startswith(known)),
         commit[:9] or "unversioned",
     )
-    return version + _CHANGED if changed_files(folder, release) else version
+    return with_changes(version, changed_files(folder, release))
+
+
+def with_changes(version: str, changed: Sequence[str]) -> str:
+    """``version`` with a mark that ``changed`` files differ from it, if there are any."""
+    return version + _CHANGED if changed else version
+
+
+def changed_in_place(release: Release) -> tuple[str, ...]:
+    """Python files of the installed package whose content differs from what was installed.
+
+    ``RECORD``, which every installer writes next to a distribution, has the hash of each file.
+    Deleted files do not count: an import reports them.
+    """
+    package = release.module.partition(".")[0]
+    try:
+        files = metadata.distribution(release.distribution).files or ()
+    except metadata.PackageNotFoundError:
+        return ()
+    return tuple(
+        str(file)
+        for file in files
+        if file.parts[0] == package
+        and file.suffix == ".py"
+        and file.hash is not None
+        and _differs(Path(file.locate()), file.hash.mode, file.hash.value)
+    )
+
+
+def _differs(file: Path, algorithm: str, digest: str) -> bool:
+    """Whether a file is there with another content than ``digest`` says; as in ``RECORD``, the
+    digest is in URL-safe base64 without padding.
+    """
+    if not file.is_file() or algorithm not in hashlib.algorithms_available:
+        return False
+    content = hashlib.new(algorithm, file.read_bytes()).digest()
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode() != digest
 
 
 def _address(release: Release) -> str:

@@ -382,3 +382,30 @@ def test_a_run_without_the_matrix_counts_the_known_failures() -> None:
     assert None is note_of("0.10.0", "batch.tokens")
     assert None is note_of("0.9.0", "batch.refuses")
     assert note == note_of("0.11.0", "batch.refuses", driven_as="0.10.0")
+
+
+def test_other_code_is_compared_with_the_nearest_release() -> None:
+    """A fork may have repaired what the release is known for, and lack a part: that is a note. What
+    it fails in another way is a deviation, as in the release.
+    """
+    results = (
+        CheckResult(
+            check=default_registry()["stitch.tokens"], verdict=Verdict.FAIL, reason="1 finding"
+        ),
+        CheckResult(check=default_registry()["routes.rows"], verdict=Verdict.PASS, reason=""),
+    )
+    report = Report(subject="x 1.0+changed client", profile="pr", seed=0, results=results)
+    matrix = Matrix.parse("x", TEXT.replace("[\"client\"]", "[\"client\", \"other\"]"))
+    fork = PinnedVerdicts(
+        matrix=matrix, version="1.0", parts={report.subject: "client"}, complete=True, exact=False
+    )
+    assert 1 == len(fork.deviations([report], ("routes.rows", "stitch.tokens")))
+    (note,) = fork.repaired([report], ("routes.rows", "stitch.tokens"))
+    assert (
+        f"note: not as in x 1.0: x 1.0+changed client: routes.rows is listed as failing ({REASON}),"
+        " but its verdict is pass."
+    ) == note
+
+    release = replace(fork, exact=True)
+    assert 3 == len(release.deviations([report], ("routes.rows", "stitch.tokens")))
+    assert [] == release.repaired([report], ("routes.rows", "stitch.tokens"))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,12 @@ from rollproof.stacks import (
     requirements_file,
 )
 from rollproof.stacks._support.upstream import imported, missing_dependency
-from rollproof.stacks.releases import changed_files, checked_out, installed_version
+from rollproof.stacks.releases import (
+    changed_files,
+    changed_in_place,
+    checked_out,
+    installed_version,
+)
 from rollproof.stacks.verl.release import RELEASE, VERSIONS
 
 
@@ -432,6 +439,51 @@ def test_what_may_be_a_fork_is_not_called_a_release(
     _distribution(tmp_path / "site", origin)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert version == installed_version("verl")
+
+
+def test_a_package_that_was_changed_in_place_is_not_called_the_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python files of the package are compared with the hashes in RECORD: not data, not files
+    without a hash, not what is gone. The error names the first, and the command replaces the
+    package although its version is installed.
+    """
+    site = tmp_path / "site"
+    _distribution(site, "")
+    files = {name: site / "verl" / name for name in ("a.py", "b.py", "gone.py", "data.json")}
+    (site / "verl").mkdir()
+    lines = ["verl/unhashed.py,,", "other/a.py,sha256=AAAA,1"]
+    for name, file in files.items():
+        file.write_text("x = 1\n", encoding="utf-8")
+        digest = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()).decode()
+        lines.append(f"verl/{name},sha256={digest.rstrip('=')},6")
+    record = site / "verl-0.9.1.dist-info" / "RECORD"
+    record.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(
+        "rollproof.stacks.verl.load",
+        lambda found: Stack(name="verl", version=found.version, parts={"client": SimpleNamespace}),
+    )
+    assert "verl 0.9.1" == load_stack("verl==0.9.1").title
+
+    files["gone.py"].unlink()
+    files["data.json"].write_text("{}", encoding="utf-8")
+    assert () == changed_in_place(RELEASE)
+    files["b.py"].write_text("x = 2\n", encoding="utf-8")
+    assert ("verl/b.py",) == changed_in_place(RELEASE)
+    stack = load_stack("verl")
+    assert "verl 0.9.1+changed (untested, driven as 0.9.1)" == stack.title
+    assert "verl/b.py" == stack.recipe("client")["changed"]
+    assert stack.title == target_of_recipe(stack.recipe("client")).name.removesuffix(" client")
+    files["a.py"].write_text("x = 2\n", encoding="utf-8")
+    with pytest.raises(
+        StackError,
+        match=(
+            r"verl==0\.9\.1 was requested, but 0\.9\.1\+changed is installed \(verl/a\.py and 1"
+            r" more are not as installed\)\. Run:\n(.*\n)*.*--force-reinstall .*verl==0\.9\.1"
+        ),
+    ):
+        load_stack("verl==0.9.1")
 
 
 @pytest.mark.parametrize("editable", [False, True])
