@@ -236,14 +236,14 @@ def sample(response_ids: list[int], **fields: Any) -> Any:
     )
 
 
-async def batch(outputs: list[Any]) -> Any:
+async def batch(outputs: list[Any], tokenizer: Any = None) -> Any:
     """The training batch: ``_agent_loop_postprocess`` of each output, ``_postprocess`` of all."""
     worker = object.__new__(agent_loop.AgentLoopWorker)
     settings = config()
     worker.__dict__ |= {
         "config": settings,
         "rollout_config": settings.actor_rollout_ref.rollout,
-        "tokenizer": Tokenizer(),
+        "tokenizer": tokenizer or Tokenizer(),
         "processor": None,
         "reward_loop_worker_handles": None,
         "distillation_enabled": False,
@@ -371,6 +371,23 @@ async def dead_server() -> None:
     results = await asyncio.gather(*(request(i) for i in range(20)), return_exceptions=True)
     failed = sum(isinstance(result, ConnectionError) for result in results)
     print(VERSION, f"1 of 2 servers is dead: {failed} of 20 requests failed")
+
+
+async def empty_padding() -> None:
+    """A response of no tokens breaks the padding: for it a tokenizer of transformers returns a
+    list, whatever was asked for (verl#6675).
+    """
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    try:
+        tensors = await batch([sample([3]), sample([])], tokenizer)
+        result = f"{len(tensors['responses'])} rows"
+    except AttributeError as error:
+        result = f"AttributeError: {error}"
+    print(VERSION, f"2 samples, one of no tokens: {result}")
 
 
 async def empty_turn() -> None:
@@ -629,6 +646,7 @@ if __name__ == "__main__":
         caller_params,
         cut_tag,
         dead_server,
+        empty_padding,
         empty_turn,
         logprob_gap,
         min_tag,

@@ -124,9 +124,7 @@ def load_stack(spec: str, *, checkout: str | Path | None = None) -> Stack:
             f" {_installed(folder)}{_changes(changed, folder)}. Run:\n "
             f" {release.install(requested, again=same_version)}"
         )
-    found = Found(
-        version=version, line=release.line_of(version), checkout=folder, changed=changed
-    )
+    found = Found(version=version, line=release.line_of(version), checkout=folder, changed=changed)
     _refuse_another_checkout(name, release, folder)
     try:
         stack: Stack = module.load(found)

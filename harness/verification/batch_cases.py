@@ -149,6 +149,12 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
             name="a sample without response tokens",
             samples=tuple(make.batch((3, 4), (3, 0), (2, 5))),
         )
+        if contract.has_routes:
+            # Without routing replay nothing but the lengths tells it from the others.
+            bare = (replace(each, routes=None) for each in make.batch((3, 4), (3, 0), (2, 5)))
+            yield BatchCase(
+                name="a sample without response tokens, and none with routes", samples=tuple(bare)
+            )
     if (
         contract.logprobs is not Logprobs.NONE
         and contract.missing_logprobs is not MissingLogprobs.NEVER

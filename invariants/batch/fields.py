@@ -51,6 +51,8 @@ def batch_accepts(batch: Conversion, out: Collector) -> None:
         )
         out.finding(
             "a well-formed batch was refused",
+            # The type of the error tells one fault from another.
+            kind=f"a well-formed batch was refused: {event.refused.partition(':')[0]}",
             expected=f"rows for {count(len(event.samples), 'sample')} of {lengths} tokens",
             observed=event.refused,
             where=batch.place(),

@@ -395,7 +395,7 @@ def test_other_code_is_compared_with_the_nearest_release() -> None:
         CheckResult(check=default_registry()["routes.rows"], verdict=Verdict.PASS, reason=""),
     )
     report = Report(subject="x 1.0+changed client", profile="pr", seed=0, results=results)
-    matrix = Matrix.parse("x", TEXT.replace("[\"client\"]", "[\"client\", \"other\"]"))
+    matrix = Matrix.parse("x", TEXT.replace('["client"]', '["client", "other"]'))
     fork = PinnedVerdicts(
         matrix=matrix, version="1.0", parts={report.subject: "client"}, complete=True, exact=False
     )

@@ -273,22 +273,24 @@ def test_ids_go_to_text_and_back() -> None:
     assert [1, 22] == tokenizer.encode(tokenizer.decode([1, 22]))
 
 
-def test_padding_follows_the_side() -> None:
+def test_padding_is_that_of_transformers() -> None:
     """Prompts are padded on the left, responses on the right, with a pad id that cannot pass for a
-    mask.
+    mask. One sequence is one row, a tensor only on request, and a sequence of no tokens stays an
+    empty list even then.
     """
     pytest.importorskip("torch", reason="needs torch: pip install torch")
     tokenizer = IdTokenizer()
     tokenizer.padding_side = "left"
     left = tokenizer.pad({"input_ids": [5]}, max_length=3, return_attention_mask=True)
-    assert ([[PAD_ID, PAD_ID, 5]], [[0, 0, 1]]) == (
-        left["input_ids"].tolist(),
-        left["attention_mask"].tolist(),
-    )
+    assert {"input_ids": [PAD_ID, PAD_ID, 5], "attention_mask": [0, 0, 1]} == left
     tokenizer.padding_side = "right"
-    assert [[5, PAD_ID, PAD_ID]] == tokenizer.pad(
-        {"input_ids": [5]}, max_length=3, return_attention_mask=False
-    )["input_ids"].tolist()
+    right = tokenizer.pad(
+        {"input_ids": [5]}, max_length=3, return_attention_mask=False, return_tensors="pt"
+    )
+    assert [5, PAD_ID, PAD_ID] == right["input_ids"].tolist()
+    assert {"input_ids": [], "attention_mask": []} == tokenizer.pad(
+        {"input_ids": []}, max_length=3, return_attention_mask=True, return_tensors="pt"
+    )
 
 
 def test_a_tool_is_called_after_turns_that_end_by_themselves_while_answers_are_left() -> None:

@@ -68,24 +68,29 @@ class IdTokenizer:
         *,
         max_length: int,
         return_attention_mask: bool,
+        return_tensors: str | None = None,
         **_options: Any,
     ) -> dict[str, Any]:
-        """Tensors ``(1, max_length)``, padded on ``padding_side``; longer sequences stay longer, as
-        in transformers.
+        """One sequence, padded on ``padding_side`` to ``max_length``; longer ones stay longer.
+
+        As in transformers, the result is a list, or with ``return_tensors="pt"`` a tensor
+        ``(max_length,)``, and a sequence of no tokens comes back as the empty list that it is,
+        whatever was asked for (verl#6675).
         """
+        ids = list(encoded["input_ids"])
+        padded: dict[str, Any] = {"input_ids": ids}
+        if return_attention_mask:
+            padded["attention_mask"] = [1] * len(ids)
+        if not ids:
+            return padded
+        fill = max_length - len(ids)
+        before, after = {"left": (fill, 0), "right": (0, fill)}[self.padding_side]
+        for name, value in (("input_ids", PAD_ID), ("attention_mask", 0)):
+            if name in padded:
+                padded[name] = [value] * before + padded[name] + [value] * after
+        if return_tensors is None:
+            return padded
         # imported here: most stacks never pad
         import torch
 
-        ids = list(encoded["input_ids"])
-        fill = max_length - len(ids)
-        before, after = {"left": (fill, 0), "right": (0, fill)}[self.padding_side]
-        padded = {
-            "input_ids": torch.tensor(
-                [[PAD_ID] * before + ids + [PAD_ID] * after], dtype=torch.long
-            )
-        }
-        if return_attention_mask:
-            padded["attention_mask"] = torch.tensor(
-                [[0] * before + [1] * len(ids) + [0] * after], dtype=torch.long
-            )
-        return padded
+        return {name: torch.tensor(row, dtype=torch.long) for name, row in padded.items()}

@@ -35,6 +35,9 @@ def verl_batch_contract(dtype: str) -> Contract:
         rows=Rows.CAPTURED_PREFIX,
         resume=ResumeBy.CLIENT,
         versions=Versions.MIN_MAX,
+        # "empty token sequences" are handled (verl#6675): an abort before the first token with
+        # partial rollout off, and a prompt that leaves no room, end in one
+        abort_surfaces=True,
         missing_logprobs=MissingLogprobs.MASKED,
         loss_mask=True,
         finish_reason=False,
@@ -50,7 +53,7 @@ def _output_of(sample: Rollout, verl: Verl) -> Any:
         response_ids=list(sample.response_ids),
         response_mask=mask,
         response_logprobs=None if sample.logprobs is None else _filled(sample.logprobs, mask),
-        routed_experts=None if sample.routes is None else sample.routes.copy(),
+        routed_experts=sample.routes,
         num_turns=2,
         metrics=loops.AgentLoopMetrics(),
         extra_fields={

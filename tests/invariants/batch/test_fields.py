@@ -462,9 +462,15 @@ def test_an_empty_response_must_not_stop_a_batch() -> None:
             return super().collate(samples)
 
     assert _failing(judge_batches(lambda: Total(_ABORTS))) == set()
-    (finding,) = _findings(judge_batches(lambda: Divides(_ABORTS)), "batch.accepts")
-    assert finding.expected == "rows for 3 samples of 3+4, 3+0, 2+5 tokens"
-    assert finding.observed == "ZeroDivisionError: division by zero"
+    findings = _findings(judge_batches(lambda: Divides(_ABORTS)), "batch.accepts")
+    assert [finding.where["batch"] for finding in findings] == [
+        "a sample without response tokens",
+        "a sample without response tokens, and none with routes",
+    ]
+    for finding in findings:
+        assert finding.kind == "a well-formed batch was refused: ZeroDivisionError"
+        assert finding.expected == "rows for 3 samples of 3+4, 3+0, 2+5 tokens"
+        assert finding.observed == "ZeroDivisionError: division by zero"
 
 
 def test_a_missing_logprob_must_not_become_certainty() -> None:
