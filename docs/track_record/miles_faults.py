@@ -17,6 +17,7 @@ stub_packages(
     "sglang", "sglang_router", "megatron", "wandb", version="0.3.2", even_if_installed=True
 )
 
+import miles.rollout.sglang_rollout as rollout
 from miles.ray.rollout import RolloutManager
 from miles.utils.types import Sample
 
@@ -41,6 +42,42 @@ def sample(**fields: Any) -> Sample:
     return Sample(tokens=[1, 2, 3, 4], response_length=2, reward=0.0, **fields)
 
 
+async def empty_text() -> None:
+    """Whether a sample is continued is read from its text: after a part whose tokens have none
+    (special tokens, bytes of a character) the prompt alone is sent, and its tokens stay.
+    """
+    sent, replies = [], [([7], "abort"), ([8, 9], "stop")]
+
+    async def post(_url: str, payload: Any, **_: Any) -> Any:
+        sent.append(payload["input_ids"])
+        tokens, reason = replies.pop(0)
+        logprobs = [(-0.1, token, None) for token in tokens]
+        meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": reason}}
+        return {"text": "" if reason == "abort" else "b", "meta_info": meta}
+
+    words = SimpleNamespace(encode=lambda *_, **__: [1, 2])
+    rollout.GenerateState = lambda args: SimpleNamespace(tokenizer=words, processor=None)
+    rollout.post = post
+    names = (
+        "ci_test",
+        "use_rollout_routing_replay",
+        "use_miles_router",
+        "lora_rank",
+        "lora_adapter_path",
+    )
+    args = SimpleNamespace(
+        **dict.fromkeys(names, False),
+        sglang_router_ip="",
+        sglang_router_port=0,
+        sglang_router_policy="",
+        sglang_speculative_algorithm=None,
+    )
+    part = Sample(prompt="a")
+    for _ in range(2):
+        part = await rollout.generate(args, part, {"max_new_tokens": 8})
+    print(VERSION, f"sent {sent[1]} after {[1, 2, 7]}; the sample has {part.tokens}")
+
+
 def mixed_batch() -> None:
     """Whether a batch has routes and logprobs is decided by its first sample; only the length of
     the loss mask is checked.
@@ -58,4 +95,4 @@ def mixed_batch() -> None:
 
 
 if __name__ == "__main__":
-    run(mixed_batch)
+    run(empty_text, mixed_batch)

@@ -380,8 +380,9 @@ async def empty_padding() -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    words = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1}, "a"))
+    special = {"pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     try:
         tensors = await batch([sample([3]), sample([])], tokenizer)
         result = f"{len(tensors['responses'])} rows"
