@@ -10,6 +10,7 @@ import difflib
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -157,18 +158,32 @@ def options_page() -> Iterator[str]:
         " error, 130 interrupted."
     )
     root = get_command(app)
-    for name, command in _commands(root, "rollproof"):
+    commands = list(_commands(root, "rollproof"))
+    times = Counter(_described(option) for _, command in commands for option in command.params)
+    shared = {row: row[0] for row, count in times.items() if count >= _SHARED}
+    yield "\n### Of several commands\n\n| argument | meaning |\n|---|---|"
+    for spelling, meaning in shared:
+        yield f"| {spelling} | {meaning} |"
+    for name, command in commands:
         yield f"\n### {name}\n\n{inspect.cleandoc(command.help)}"
-        if command.params:
+        rows = [_described(option) for option in command.params]
+        own = [row for row in rows if row not in shared]
+        if own:
             yield "\n| argument | meaning |\n|---|---|"
-        for parameter in command.params:
-            yield f"| {_spelling(parameter)} | {getattr(parameter, 'help', '') or ''} |"
+        for spelling, meaning in own:
+            yield f"| {spelling} | {meaning} |"
+        if also := [shared[row] for row in rows if row in shared]:
+            yield f"\nAlso {', '.join(also)}."
     yield "\n## File of expected failures\n"
     before, _, rest = inspect.cleandoc(
         rollproof.verification.expected_failures.__doc__ or ""
     ).partition("::\n\n")
     example, _, after = rest.partition("\n\n")
     yield f"{before}:\n\n```toml\n{inspect.cleandoc(example)}\n```\n\n{after}"
+
+
+_SHARED = 2
+"""Options of so many commands, with the same text, are described once."""
 
 
 def _commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -178,6 +193,10 @@ def _commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _commands(command, f"{name} {word}")
         else:
             yield f"{name} {word}", command
+
+
+def _described(parameter: Any) -> tuple[str, str]:
+    return _spelling(parameter), getattr(parameter, "help", "") or ""
 
 
 def _spelling(parameter: Any) -> str:
