@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollproof.contracts.contract_file import read_contract
@@ -16,6 +17,7 @@ from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.gap.dumps import read_dump
 from rollproof.gap.limits import limits_named
 from tools.fuzz import file_targets, fuzzing
+from tools.fuzz.mutations import damaged_json
 from tools.fuzz.target import Target, run_command
 from tools.fuzz.targets import TARGETS
 
@@ -115,3 +117,15 @@ def test_what_is_damaged_was_sound(tmp_path: Path) -> None:
     assert "mine" == limits_named("mine", override=tmp_path / "limits.toml").profile
     (tmp_path / "config.json").write_text(json.dumps(file_targets._CONFIG))
     assert model_of(tmp_path) is not None
+
+
+@pytest.mark.parametrize("sound", [{}, {"a": {"b": ["c", 1]}, "d": []}], ids=["empty", "nested"])
+def test_any_value_can_be_damaged(sound: Any) -> None:
+    """An empty one, and places that an earlier change has removed or replaced by a text."""
+
+    @settings(max_examples=200, deadline=None, database=None, derandomize=True)
+    @given(damaged_json(sound))
+    def is_json(value: Any) -> None:
+        json.dumps(value)
+
+    is_json()

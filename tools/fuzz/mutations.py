@@ -52,6 +52,8 @@ def damaged_json(sound: Any) -> st.SearchStrategy[Any]:
 @st.composite
 def _damaged_json(draw: st.DrawFn, sound: str, places: list[tuple[Any, ...]]) -> Any:
     value = json.loads(sound)
+    if not places:
+        return draw(_VALUES)
     for _ in range(draw(st.integers(1, 3))):
         *above, key = places[draw(st.integers(0, len(places) - 1))]
         parent = value
