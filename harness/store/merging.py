@@ -39,6 +39,8 @@ __all__ = ["MergeReport", "merge_traces"]
 
 _PART = re.compile(r"\.\d{4,}\.arrow$")
 _SHOWN = 5
+_ROUNDING = 1e-6
+"""Seconds that Unix time as a float may be off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,7 @@ class _Writer:
     """The parts of one writer, and when it saw what, by its own clock.
 
     ``sampled`` are sequences that a reply ends, ``continued`` those that a call or a sample has.
-    ``shift`` is added to its clock, which is then right to ``slack`` seconds.
+    ``shift`` is added to its clock; what is right is between ``least`` and ``most``.
     """
 
     name: str
@@ -89,7 +91,8 @@ class _Writer:
     unfinished: bool = False
     last_reply: dict[str, float] = field(default_factory=dict)
     shift: float = 0.0
-    slack: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
 
     def survey(self) -> None:
         """Read what bounds the difference of its clock to others'."""
@@ -225,7 +228,7 @@ def _set_clocks(writers: Sequence[_Writer]) -> Iterator[str]:
         (low, high), writer = min(bounds, key=lambda item: item[0][1] - item[0][0])
         waiting.remove(writer)
         placed.append(writer)
-        writer.slack = math.inf
+        writer.least, writer.most = min(low, high), max(low, high)
         if math.isinf(low) and math.isinf(high):
             yield (
                 f"nothing that {writer.name} recorded was caused by another, or causes it: it is"
@@ -234,7 +237,6 @@ def _set_clocks(writers: Sequence[_Writer]) -> Iterator[str]:
             continue
         if low > high:
             writer.shift = (low + high) / 2
-            writer.slack = low - high
             yield (
                 f"the clock of {writer.name} changed against the others by {low - high:.3f} s or"
                 " more: where causes say nothing, the order is that of a clock which is wrong by as"
@@ -249,7 +251,6 @@ def _set_clocks(writers: Sequence[_Writer]) -> Iterator[str]:
                 f"the clock of {writer.name} is {-writer.shift:+.3f} s off that of"
                 f" {writers[0].name}, and was corrected ({_range(low, high)})"
             )
-        writer.slack = max(writer.shift - low, high - writer.shift)
 
 
 def _forget_shared(writers: Sequence[_Writer]) -> None:
@@ -395,14 +396,18 @@ class _Causes:
         )
 
     def _is_apart(self, event: Result, here: int, home: int) -> bool:
-        """Return whether a sample and the last reply to its calls are further apart than the clocks
-        can be wrong.
+        """Return whether it is certain which came first, a sample or the last reply to its calls,
+        by all that is known of the clocks.
         """
         one, other = self._writers[here], self._writers[home]
         reply = other.last_reply.get(event.request_id)
         if reply is None:
             return True
-        return abs(reply + other.shift - event.time) > one.slack + other.slack
+        result = event.time - one.shift
+        return (
+            reply + other.most <= result + one.least + _ROUNDING
+            or reply + other.least > result + one.most
+        )
 
     def note(self, number: int, event: Event) -> None:
         """Take an event that has come."""

@@ -139,10 +139,14 @@ def test_a_fault_across_files_is_found(tmp_path: Path) -> None:
 
 
 def test_a_request_that_no_cause_orders_is_unknown(tmp_path: Path) -> None:
-    """A sample that was cut shows no reply that ends it: the clocks alone would decide."""
-    trainer = written(tmp_path, "trainer", [(1.0, submit("a")), (3.0, result("a", 7))])
-    output = replace(reply(1, FinishReason.STOP, 7).output, token_ids=(7, 8), logprobs=None)
-    proxy = [(2.0, call("a", 1)), (2.5, Reply(call_id=1, output=output))]
+    """No reply ends the sample, and the clocks do not say whether the last one came before it."""
+    trainer = written(tmp_path, "trainer", [(1.0, submit("a")), (3.0, result("a", 9))])
+    proxy = [
+        (2.0, call("a", 1)),
+        (2.5, reply(1, FinishReason.ABORT, 7)),
+        (2.6, call("a", 2, (1, 2, 7))),
+        (2.9, reply(2, FinishReason.STOP, 8)),
+    ]
     merge_traces([trainer, written(tmp_path, "proxy", proxy)], tmp_path / "merged")
     results = judged(tmp_path / "merged")
     assert () == results.failed
