@@ -31,9 +31,15 @@ def key(label: Version) -> Key:
 
 @dataclass(slots=True)
 class WeightHistory:
-    """Weight updates so far, per server and in order, and the labels that were published."""
+    """Weight updates so far, per server and in order, and the labels that were published.
+
+    ended: The updates that the stack was asked for and that ended without an error, in order, each
+        with the index of the event that asked for it.
+    """
 
     updates: list[Weights] = field(default_factory=list)
+    ended: list[tuple[int, Update]] = field(default_factory=list)
+    _begun: dict[tuple[Version, Version], int] = field(default_factory=dict)
     _open: dict[Key, Version] = field(default_factory=dict)
     _last: tuple[Key, Version] | None = None
     _misplaced: set[int] = field(default_factory=set)
@@ -95,6 +101,11 @@ class WeightHistory:
 
     def asked(self, update: Update) -> None:
         """Take in that an update was asked for, or has ended: its label is that of its weights."""
+        name = update.version, update.label
+        if update.phase is UpdatePhase.ASKED:
+            self._begun[name] = update.index
+        elif update.phase is UpdatePhase.ENDED and name in self._begun:
+            self.ended.append((self._begun.pop(name), update))
         if update.label is None:
             self._asked_unlabelled.add(update.version)
             # now other weights are the latest, and a label of the stack's own may be theirs

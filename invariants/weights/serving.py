@@ -456,8 +456,15 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
 def _unchanged(updates: Sequence[Weights], view: RequestView, server: str) -> Version:
     """Return the weights that ``server`` held throughout the request with at least one identity
     update in it, otherwise ``None``.
+
+    An update that ended without a load, since the stack knows that its weights are those that the
+    server has, is one as well.
     """
-    updated = False
+    load = next((u for u in reversed(updates) if u.server_id == server and u.loaded), None)
+    updated = load is not None and any(
+        update.version == load.version and update.index > view.submit.index and begun > load.index
+        for begun, update in reversed(view.history.ended)
+    )
     for update in reversed(updates):
         if update.server_id != server or not update.loaded:
             continue

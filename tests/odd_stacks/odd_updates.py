@@ -95,6 +95,20 @@ class ReplicasInTwoGroups(Control):
             await super().roll(weights, label, [s for s in group if s in servers and s.alive])
 
 
+class SkipsEqualWeights(Control):
+    """Weights that all servers have are not loaded again; their new label is published."""
+
+    async def update_weights(self, version):
+        weights = self.fleet.weights_of(version)
+        async with self.turnstile:
+            living = [s for s in self.servers if s.alive]
+            if all(s.version == weights for s in living):
+                for server in living:
+                    server.relabel(version)
+            else:
+                await self.roll(weights, version, living)
+
+
 class StringLabels(Control):
     """The stack's labels are strings ("step-00012"), published with the weights; the tags are what
     the engines showed, whatever their type.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.events.rollout import Weights
+from rollproof.core.events.rollout import Update, UpdatePhase, Weights
 from rollproof.core.records import Span
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
@@ -325,6 +325,39 @@ class TestIdentityUpdate:
     def test_equal_values_pass(self) -> None:
         """Missing logprobs are not compared."""
         assert (Verdict.PASS, "") == self._verdict(self._story([-0.5, np.nan]))
+
+    @pytest.mark.parametrize(
+        ("version", "end", "logprob", "verdict"),
+        [
+            (0, UpdatePhase.ENDED, -0.5, Verdict.PASS),
+            (0, UpdatePhase.ENDED, -2.5, Verdict.FAIL),
+            # it may have been about to load something
+            (0, UpdatePhase.FAILED, -0.5, Verdict.UNKNOWN),
+            # other weights, which a stack must load
+            (1, UpdatePhase.ENDED, -0.5, Verdict.UNKNOWN),
+        ],
+    )
+    def test_a_stack_may_skip_a_load_of_equal_weights(
+        self, version: int, end: UpdatePhase, logprob: float, verdict: Verdict
+    ) -> None:
+        """The update has ended, and the replies after it are looked at."""
+        script = TraceScript()
+        script.weights(0).submit()
+        script.add(Update(version=version, label=1, phase=UpdatePhase.ASKED))
+        script.add(Update(version=version, label=1, phase=end))
+        call = script.call((1, 2))
+        script.reply(call, (3,), output={"logprobs": np.array([logprob])}).result((3,))
+        assert verdict == self._verdict(script)[0]
+
+    def test_an_update_that_loaded_before_the_request_is_no_skipped_one(self) -> None:
+        """Its end alone is within the request."""
+        script = TraceScript()
+        script.weights(0).add(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        script.weights(1, label=1).submit()
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ENDED))
+        call = script.call((1, 2))
+        script.reply(call, (3,), output={"logprobs": np.array([-1.5])}).result((3,))
+        assert Verdict.UNKNOWN == self._verdict(script)[0]
 
     def test_a_stack_without_logprobs_is_not_judged(self) -> None:
         """Its calls request none, so no run could ever compare any."""
