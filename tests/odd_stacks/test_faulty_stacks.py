@@ -4,14 +4,25 @@ alone: the check whose promise it breaks names it.
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import rollproof
+from rollproof.core.case import Case
+from rollproof.core.engine_contract import PauseMode
 from rollproof.judging.report import Report
-from rollproof.verification.rollouts import cases_for, run_conformance
+from rollproof.verification.contract_probe import probe
+from rollproof.verification.rollouts import run_conformance
+from rollproof.verification.schedules import (
+    corner_families,
+    profile_named,
+    random_cases,
+    scope_families,
+    within_limits,
+)
 from tests.odd_stacks import (
     faulty_batches,
     faulty_callers,
@@ -21,52 +32,50 @@ from tests.odd_stacks import (
 )
 from tests.odd_stacks.bases import convo, pool, thin
 
+DRAWN = "drawn cases"
+"""The first drawn cases, for a fault that needs what no family of cases forces."""
+_MOST_DRAWN = 40
 ROLLOUTS = {
-    faulty_callers.ResumeTakesCallersNumber: "stitch.budget-granted",
-    faulty_callers.LastTokenOfAnAbortDropped: "stitch.resume-prompt",
-    faulty_callers.ResumeWindow: "stitch.resume-prompt",
-    faulty_callers.CheckpointsOfFour: "lifecycle.survives-death",
-    faulty_callers.TemperatureRises: "stitch.sampling-params",
-    faulty_callers.TimeoutLeavesTheCall: "lifecycle.no-orphan-calls",
-    faulty_callers.FirstSiblingEndsAll: "lifecycle.end-spares-others",
-    faulty_callers.WarmsCacheAfterEnd: "lifecycle.no-call-after-end",
-    faulty_callers.AtLeastOneMore: "stitch.budget-granted",
-    faulty_callers.LengthOfResponseOnly: "stitch.budget-granted",
-    faulty_callers.EmptyAbortResets: "stitch.resume-prompt",
-    faulty_callers.DroppedByADeadServer: "lifecycle.survives-death",
-    faulty_updates.BusyServersLater: "weights.update-loads",
-    faulty_updates.TransferTimesOut: "weights.update-loads",
-    faulty_updates.OnlyTheFirstIsPaused: "weights.no-stale-cache",
-    faulty_updates.UnlabelledTwiceIsOnce: "weights.update-loads",
-    faulty_updates.StaleWhenDelivered: "weights.staleness-bound",
-    faulty_samples.EndsStripped: "stitch.tokens",
-    faulty_samples.BoundaryRowAgain: "routes.provenance",
-    faulty_samples.AsksFromOneTooLate: "routes.rows",
-    faulty_samples.PromptRowsByLength: "routes.isolation",
-    faulty_samples.LatestPrefillPromised: "routes.provenance",
-    faulty_samples.SpansFromTheCall: "versions.spans-cover",
-    faulty_samples.AsCompleted: "stitch.tokens",
-    faulty_samples.MeanForMissing: "stitch.logprobs-missing",
-    faulty_conversations.AnswerRowsBlanked: "routes.captured",
-    faulty_conversations.ResumedTurnIsTheLast: "lifecycle.ended-turns-answered",
-    faulty_conversations.CutTurnsAnswered: "lifecycle.cut-turns-not-answered",
-    faulty_conversations.ReasonOfTheFirstTurn: "stitch.finish-reason",
-    faulty_conversations.LastAnswerTokenTrained: "stitch.mask-environment",
-    faulty_conversations.FirstTokenOfLaterTurns: "stitch.mask",
-    faulty_conversations.OneTurnCounter: "lifecycle.ended-turns-answered",
-    faulty_conversations.MasksTheNewWeights: "stitch.mask",
+    faulty_callers.ResumeTakesCallersNumber: ("stitch.budget-granted", "budget as a limit"),
+    faulty_callers.LastTokenOfAnAbortDropped: ("stitch.resume-prompt", "many aborts"),
+    faulty_callers.ResumeWindow: ("stitch.resume-prompt", "many aborts"),
+    faulty_callers.CheckpointsOfFour: ("lifecycle.survives-death", DRAWN),
+    faulty_callers.TemperatureRises: ("stitch.sampling-params", "sampling parameters"),
+    faulty_callers.TimeoutLeavesTheCall: ("lifecycle.no-orphan-calls", "many requests"),
+    faulty_callers.FirstSiblingEndsAll: ("lifecycle.end-spares-others", DRAWN),
+    faulty_callers.WarmsCacheAfterEnd: ("lifecycle.no-call-after-end", "deaths"),
+    faulty_callers.AtLeastOneMore: ("stitch.budget-granted", "budget as a limit"),
+    faulty_callers.LengthOfResponseOnly: ("stitch.budget-granted", "declared limits"),
+    faulty_callers.EmptyAbortResets: ("stitch.resume-prompt", "many aborts"),
+    faulty_callers.DroppedByADeadServer: ("lifecycle.survives-death", "deaths"),
+    faulty_updates.BusyServersLater: ("weights.update-loads", "missed update"),
+    faulty_updates.TransferTimesOut: ("weights.update-loads", "slow updates"),
+    faulty_updates.OnlyTheFirstIsPaused: ("weights.no-stale-cache", "slow updates"),
+    faulty_updates.UnlabelledTwiceIsOnce: ("weights.update-loads", "unlabelled updates"),
+    faulty_updates.StaleWhenDelivered: ("weights.staleness-bound", "slow updates"),
+    faulty_samples.EndsStripped: ("stitch.tokens", "end token inside"),
+    faulty_samples.BoundaryRowAgain: ("routes.provenance", "a later first version"),
+    faulty_samples.AsksFromOneTooLate: ("routes.rows", "a later first version"),
+    faulty_samples.PromptRowsByLength: ("routes.isolation", "deaths"),
+    faulty_samples.LatestPrefillPromised: ("routes.provenance", "a later first version"),
+    faulty_samples.SpansFromTheCall: ("versions.spans-cover", "a later first version"),
+    faulty_samples.AsCompleted: ("stitch.tokens", DRAWN),
+    faulty_samples.MeanForMissing: ("stitch.logprobs-missing", "replies with gaps"),
+    faulty_conversations.AnswerRowsBlanked: ("routes.captured", "cut turns"),
+    faulty_conversations.ResumedTurnIsTheLast: (
+        "lifecycle.ended-turns-answered",
+        "end token inside",
+    ),
+    faulty_conversations.CutTurnsAnswered: ("lifecycle.cut-turns-not-answered", "declared limits"),
+    faulty_conversations.ReasonOfTheFirstTurn: ("stitch.finish-reason", "long turns"),
+    faulty_conversations.LastAnswerTokenTrained: ("stitch.mask-environment", "cut turns"),
+    faulty_conversations.FirstTokenOfLaterTurns: ("stitch.mask", "cut turns"),
+    faulty_conversations.OneTurnCounter: ("lifecycle.ended-turns-answered", DRAWN),
+    faulty_conversations.MasksTheNewWeights: ("stitch.mask", "a later first version"),
 }
-# The others show in every third case of the profile; these need a rare schedule.
-STEPS = {
-    faulty_callers.CheckpointsOfFour: 1,
-    faulty_callers.DroppedByADeadServer: 1,
-    faulty_callers.FirstSiblingEndsAll: 1,
-    faulty_callers.TimeoutLeavesTheCall: 1,
-    faulty_conversations.OneTurnCounter: 1,
-    faulty_updates.BusyServersLater: 1,
-    faulty_updates.UnlabelledTwiceIsOnce: 1,
-    faulty_updates.StaleWhenDelivered: 1,
-}
+"""Each stack with the check that names its fault, and the family of cases that shows it: cases that
+are added elsewhere change neither.
+"""
 BATCHES = {
     faulty_batches.AttentionFromPadId: "batch.tokens",
     faulty_batches.MaskFromTheRight: "batch.loss-mask",
@@ -99,11 +108,28 @@ def _name(value: Any) -> str | None:
     return value.__name__ if isinstance(value, type) else None
 
 
-@pytest.mark.parametrize(("stack", "check"), ROLLOUTS.items(), ids=_name)
-def test_a_fault_of_rollouts_is_named(stack: Any, check: str) -> None:
+def _cases(stack: Any, family: str) -> Iterator[Case]:
+    """The cases of the profile ``pr`` that are of one family, within the stack's contract."""
+    for flavour, contract, model in probe(stack, None):
+        options: dict[str, Any] = {"model": model, "seed": 0}
+        families = {
+            **dict(scope_families(flavour, contract, scope=profile_named("pr").scope, **options)),
+            **dict(corner_families(flavour, contract, **options)),
+            DRAWN: random_cases(0, _MOST_DRAWN, flavour=flavour, contract=contract, model=model),
+        }
+        for case in families[family]:
+            # as in a run: the contract says what becomes of KV at an update
+            fitted = within_limits(replace(case, clear_cache=True), contract)
+            if fitted is not None and case.pause_mode is not PauseMode.IN_PLACE:
+                yield fitted
+
+
+@pytest.mark.parametrize(
+    ("stack", "check", "family"), [(stack, *shown) for stack, shown in ROLLOUTS.items()], ids=_name
+)
+def test_a_fault_of_rollouts_is_named(stack: Any, check: str, family: str) -> None:
     """The stack without it is among the correct ones of test_odd_stacks."""
-    cases = islice(cases_for(stack, profile="pr", seed=0), 0, None, STEPS.get(stack, 3))
-    assert check in _failed(run_conformance(stack, cases=cases, canary=False))
+    assert check in _failed(run_conformance(stack, cases=_cases(stack, family), canary=False))
 
 
 @pytest.mark.parametrize(("batches", "check"), BATCHES.items(), ids=_name)
