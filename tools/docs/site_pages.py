@@ -8,6 +8,7 @@ import re
 import tempfile
 from pathlib import Path
 
+from measured_releases import measured_releases  # beside a hook: its folder is on mkdocs' path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -15,7 +16,6 @@ from mkdocs.structure.pages import Page
 from rollproof.invariants import default_registry
 from rollproof.reporting.html.matrix_site import write_site
 from rollproof.reporting.results.stored_runs import read_runs
-from tools.docs.measured_releases import measured_releases
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
