@@ -88,6 +88,7 @@ def test_no_process_is_started_after_the_time() -> None:
     (outcome,) = fuzzing.fuzz(["fault-plan"], fuzzing.Amount(inputs=5, within=-1.0))
 
     assert (0, []) == (outcome.inputs, outcome.problems)
+    assert str(outcome).endswith("not run")
 
 
 def test_what_is_damaged_was_sound(tmp_path: Path) -> None:

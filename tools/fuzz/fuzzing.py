@@ -76,7 +76,7 @@ class Outcome:
     problems: Sequence[str]
 
     def __str__(self) -> str:
-        outcome = "FAILED" if self.problems else "ok"
+        outcome = "FAILED" if self.problems else "ok" if self.inputs else "not run"
         row = f"{self.name:<20}{self.inputs:>9,}{self.seconds:>9.1f}{self.memory:>7,}  {outcome}"
         return "\n    ".join([row, *(line for each in self.problems for line in each.split("\n"))])
 
