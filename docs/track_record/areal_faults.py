@@ -12,18 +12,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from common import run
 
 warnings.simplefilter("ignore")
 logging.disable(logging.CRITICAL)
 
-from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from areal.api.cli_args import (
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    RejectionSamplingConfig,
+)
 from areal.api.io_struct import ModelRequest
 from areal.engine.sglang_remote import SGLangBackend
 from areal.experimental.inference_service.data_proxy.pause import PauseState
 from areal.experimental.inference_service.inf_bridge import InfBridge
 from areal.experimental.inference_service.sglang.bridge import SGLangBridgeBackend
 from areal.infra import remote_inf_engine, workflow_context
+from areal.utils.functional import functional
 from areal.version import __version__
 
 VERSION = f"areal {__version__}:"
@@ -195,5 +201,27 @@ def update_failure() -> None:
         print(VERSION, f"update_weights raised {error!r} - the servers were {calls}")
 
 
+def k3_direction() -> None:
+    """k3 of rejection sampling is that of the inverse ratio, not the documented r - log(r) - 1."""
+    config = RejectionSamplingConfig(level="token", action="mask", metric="kl_k3", upper=0.5)
+    behaviour = torch.tensor([[-2.0, -2.0]])
+    proximal = behaviour + torch.tensor([[1.0, -1.0]])
+    kept = functional.apply_rejection_sampling(
+        proximal, behaviour, torch.ones(1, 2), None, config
+    ).loss_mask.tolist()[0]
+    ratios = (proximal - behaviour).exp()
+    documented = (ratios - ratios.log() - 1).tolist()[0]
+    for ratio, k3, mask in zip(ratios.tolist()[0], documented, kept, strict=True):
+        print(VERSION, f"r {ratio:.3f}: r - log(r) - 1 = {k3:.3f}, upper 0.5, mask {mask:.0f}")
+
+
 if __name__ == "__main__":
-    run(abort_cap, failed_transfer, late_tag, own_counter, routes_appended, update_failure)
+    run(
+        abort_cap,
+        failed_transfer,
+        k3_direction,
+        late_tag,
+        own_counter,
+        routes_appended,
+        update_failure,
+    )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import run
+from common import run, stub_packages
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
 
@@ -68,5 +68,17 @@ async def caller_params() -> None:
     print(VERSION, f"max_tokens 4 of the caller is {params.max_tokens} afterwards")
 
 
+def filter_ratio() -> None:
+    """A sequence of which no token is trained has the mean 0 / 0: it counts as filtered."""
+    stub_packages("deepspeed", "flash_attn", "peft", "transformers")
+    from openrlhf.models.loss import PolicyLoss
+
+    logprobs, mask = torch.full((4, 3), -1.0), torch.ones(4, 3)
+    mask[1:] = 0
+    loss = PolicyLoss(is_correction_level="seq", is_correction_threshold=[0.5, 2.0])
+    *_, ratio = loss(logprobs, logprobs, torch.ones(4, 3), mask, logprobs)
+    print(VERSION, f"all logprobs are equal, 3 of 4 sequences are masked: {ratio:.2f} filtered")
+
+
 if __name__ == "__main__":
-    run(abort, caller_params)
+    run(abort, caller_params, filter_ratio)

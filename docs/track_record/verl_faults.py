@@ -19,12 +19,14 @@ from common import run
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.disable(logging.WARNING)
 
+import torch
 import verl
 import verl.checkpoint_engine.base as checkpoint
 import verl.experimental.agent_loop.agent_loop as agent_loop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import ToolResponse
+from verl.trainer.ppo import rollout_corr_helper
 from verl.workers.rollout import llm_server
 from verl.workers.rollout.replica import TokenOutput
 
@@ -641,6 +643,32 @@ async def zero_rows() -> None:
     print(VERSION, f"7 rows needed for 2 + 6 tokens, 5 there; as_dict gives {experts}")
 
 
+def corrected(old: float, rollout: float, padding: int, **options: Any) -> Any:
+    """One response of two tokens, and rows that pad the batch to a multiple."""
+    mask = torch.tensor([[1, 1]] + [[0, 0]] * padding)
+    helper = "compute_rollout_correction_and_rejection_mask"
+    return getattr(rollout_corr_helper, helper)(
+        torch.full(mask.shape, old) * mask, torch.full(mask.shape, rollout) * mask, mask, **options
+    )
+
+
+def empty_rows() -> None:
+    """Rows without a trained token, which pad a batch, are counted in means over sequences."""
+    for padding in (0, 3):
+        numbers = corrected(-2.0, -1.0, padding, rollout_is="token")[2]
+        names = ("rollout_is_seq_mean", "rollout_is_seq_min", "training_ppl")
+        shown = {name: round(numbers[f"rollout_corr/{name}"], 3) for name in names}
+        print(VERSION, f"{padding} rows of padding: {shown}")
+
+
+def icepop_drops_all() -> None:
+    """If IcePop drops every token of a batch, its metrics divide by 0."""
+    try:
+        corrected(-1.0, -3.0, 0, rollout_is="sequence", rollout_is_threshold="0.5_5.0")
+    except ZeroDivisionError as error:
+        print(VERSION, f"one response with a ratio of e**4, a band of 0.5 to 5: {error}")
+
+
 if __name__ == "__main__":
     run(
         budget,
@@ -648,7 +676,9 @@ if __name__ == "__main__":
         cut_tag,
         dead_server,
         empty_padding,
+        empty_rows,
         empty_turn,
+        icepop_drops_all,
         logprob_gap,
         min_tag,
         mixed_batch,

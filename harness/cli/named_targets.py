@@ -134,19 +134,20 @@ def stack_targets(
 
     stack = load_stack(spec, checkout=checkout)
     selected = tuple(parts)
-    unknown = sorted(set(selected) - {*stack.parts, *stack.batches})
+    kinds = {ROLLOUTS: stack.parts, "batches": stack.batches, "corrections": stack.corrections}
+    names = [part for parts in kinds.values() for part in parts]
+    unknown = sorted(set(selected) - set(names))
     if unknown:
-        raise UsageError(
-            f"{stack.name} has no parts {unknown}; choose among {[*stack.parts, *stack.batches]}."
-        )
+        raise UsageError(f"{stack.name} has no parts {unknown}; choose among {names}.")
     targets = [
         _target_of(
             name=f"{stack.title} {part}",
             factory=factory,
             recipe=stack.recipe(part),
-            about="batches" if part in stack.batches else ROLLOUTS,
+            about=kind,
         )
-        for part, factory in {**stack.parts, **stack.batches}.items()
+        for kind, parts in kinds.items()
+        for part, factory in parts.items()
         if not selected or part in selected
     ]
     return stack.title, targets

@@ -53,6 +53,8 @@ class Stack:
             ``flavours`` (the engine flavours that the part speaks) and ``cases(profile, seed)``
             (schedules that fit it better than the profile's own).
         batches: Factory of batch subjects by the name of each conversion into training batches.
+        corrections: Factory of correction subjects by the name of each configuration of the
+            framework's own correction for off-policy rollouts.
         found: Which version, and how it is driven; ``load_stack`` sets it.
     """
 
@@ -60,6 +62,7 @@ class Stack:
     version: str
     parts: Mapping[str, SubjectFactory]
     batches: Mapping[str, SubjectFactory] = field(default_factory=dict)
+    corrections: Mapping[str, SubjectFactory] = field(default_factory=dict)
     found: Found | None = None
 
     @property

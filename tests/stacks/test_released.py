@@ -21,6 +21,7 @@ from rollproof.judging.known_failures import apply_known_failures
 from rollproof.stacks import Stack, load_stack, requirements_file
 from rollproof.stacks.matrix import Matrix
 from rollproof.verification.batches import judge_batches
+from rollproof.verification.corrections import judge_corrections
 from rollproof.verification.expected_failures import Outcome
 from rollproof.verification.rollouts import run_conformance
 from rollproof.verification.runner import run_case
@@ -50,6 +51,20 @@ BATCHES = {
     "nemo-rl": ("data-plane", "async-grpo-batch"),
     "roll": ("output-batch",),
     "prime-rl": ("micro-batches",),
+}
+CORRECTIONS = {
+    "openrlhf": ("tis", "icepop", "sequence-mask", "sequence-binary-kl", "token-tv"),
+    "areal": (
+        "token-mask",
+        "token-clamp",
+        "sequence-mask",
+        "sequence-clamp",
+        "token-k2",
+        "token-k3",
+        "sequence-k3",
+    ),
+    "slime": ("tis", "icepop"),
+    "miles": ("tis", "icepop"),
 }
 NUMBERED = (
     ("trl", "rollout-loop"),
@@ -141,6 +156,18 @@ def test_each_batch_conversion_is_judged_as_the_matrix_says(name: str, part: str
     matrix = Matrix.read(name)
     report = apply_known_failures(
         judge_batches(stack.batches[part], name=part), matrix.known_failures(stack.version, part)
+    )
+    assert [] == matrix.deviations(stack.version, part, Outcome.of_report(report.to_dict()))
+
+
+@pytest.mark.parametrize(("name", "part"), each(CORRECTIONS))
+def test_each_correction_is_judged_as_the_matrix_says(name: str, part: str) -> None:
+    """As conversions are."""
+    stack = loaded(name)
+    matrix = Matrix.read(name)
+    report = apply_known_failures(
+        judge_corrections(stack.corrections[part], name=part),
+        matrix.known_failures(stack.version, part),
     )
     assert [] == matrix.deviations(stack.version, part, Outcome.of_report(report.to_dict()))
 

@@ -1,5 +1,5 @@
 """AReaL, released and unmodified: its inference engine client and the bridge of its inference
-service, with their resume loops.
+service, with their resume loops, and its decoupled PPO.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ def load(found: Found) -> Stack:
     """Import AReaL and return its parts. Raises ``StackError`` if it cannot be imported."""
     from rollproof.stacks._support.part import by_name
     from rollproof.stacks.areal.bridge import BridgeSubject
+    from rollproof.stacks.areal.corrections import corrections
     from rollproof.stacks.areal.inference_engine import AReaLSubject
     from rollproof.stacks.areal.schedules import ArealPart
     from rollproof.stacks.areal.upstream import import_areal
@@ -37,4 +38,5 @@ def load(found: Found) -> Stack:
                 thin=12,
             ),
         ),
+        corrections=corrections(),
     )

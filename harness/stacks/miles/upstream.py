@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from rollproof.stacks._support.stand_ins import stub_packages
 from rollproof.stacks._support.upstream import upstream
 from rollproof.stacks.miles.release import RELEASE
 from rollproof.stacks.slime.upstream import Slime
 
-__all__ = ["import_miles"]
+__all__ = ["import_loss", "import_miles"]
 
 _STUBBED = ("sglang", "sglang_router", "megatron", "wandb")
 """Engines and trainers. The wheel brings copies of SGLang and Megatron, which need a GPU's
@@ -37,3 +38,9 @@ def import_miles(version: str) -> Slime:
         )
     logging.getLogger("miles").setLevel(logging.CRITICAL)
     return Slime(version=version, **modules)
+
+
+def import_loss(version: str) -> Any:
+    """Import miles's losses (5 to 10 s). Raises ``StackError`` for a missing package."""
+    with stub_packages((*_STUBBED, "transformer_engine"), even_if_installed=True):
+        return upstream(RELEASE, version, {"loss": "miles.backends.training_utils.loss"})["loss"]

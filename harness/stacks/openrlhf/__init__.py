@@ -1,4 +1,4 @@
-"""OpenRLHF, released and unmodified: its agent executors."""
+"""OpenRLHF, released and unmodified: its agent executors and its loss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ def load(found: Found) -> Stack:
     """Import OpenRLHF's executors. Raises ``StackError`` if they cannot be imported."""
     from rollproof.stacks._support.part import Part, by_name
     from rollproof.stacks._support.upstream import upstream
+    from rollproof.stacks.openrlhf.corrections import corrections
     from rollproof.stacks.openrlhf.executor import ExecutorSubject
 
     agent = upstream(RELEASE, found.version, {"agent": "openrlhf.utils.agent"})["agent"]
@@ -31,4 +32,5 @@ def load(found: Found) -> Stack:
                 turns=3,
             ),
         ),
+        corrections=corrections(),
     )

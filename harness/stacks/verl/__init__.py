@@ -15,6 +15,7 @@ def load(found: Found) -> Stack:
     from rollproof.stacks._support.part import Part, by_name
     from rollproof.stacks.verl.agent_loop import AgentLoopSubject
     from rollproof.stacks.verl.batch import PaddedBatch, SampleDicts, UnpaddedBatch
+    from rollproof.stacks.verl.corrections import corrections
     from rollproof.stacks.verl.resume_client import ClientSubject
     from rollproof.stacks.verl.rollout_servers import CONVENTIONS
     from rollproof.stacks.verl.upstream import import_verl
@@ -43,4 +44,10 @@ def load(found: Found) -> Stack:
     }
     if verl.facts.unpads_on_cpu:
         batches["unpadded-batch"] = lambda: UnpaddedBatch(verl)
-    return Stack(name=RELEASE.stack, version=found.version, parts=parts, batches=batches)
+    return Stack(
+        name=RELEASE.stack,
+        version=found.version,
+        parts=parts,
+        batches=batches,
+        corrections=corrections(),
+    )
