@@ -105,7 +105,8 @@ class GeneratorSubject(StackSubject):
         generator = config.GeneratorConfig(
             max_turns=_MOST_TURNS,
             max_input_length=_LONGEST,
-            sampling_params=config.SamplingParams(max_generate_length=longest, logprobs=0),
+            # Each request states its own: what the configuration says must not decide (SkyRL#1868).
+            sampling_params=config.SamplingParams(max_generate_length=longest, logprobs=None),
             inference_engine=config.InferenceEngineConfig(
                 enable_return_routed_experts=wants_routes(self._fleet)
             ),

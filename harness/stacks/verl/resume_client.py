@@ -17,7 +17,13 @@ from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks._support.subjects import StackOutput, StackSubject
 from rollproof.stacks.verl.configuration import config_of, lengths_of, verl_contract
-from rollproof.stacks.verl.rollout_servers import Lengths, VerlServer, finish_reason_of, servers_of
+from rollproof.stacks.verl.rollout_servers import (
+    CONVENTIONS,
+    Lengths,
+    VerlServer,
+    finish_reason_of,
+    servers_of,
+)
 from rollproof.stacks.verl.upstream import Verl
 
 if TYPE_CHECKING:
@@ -77,6 +83,15 @@ class VerlHost:
         for server in self.servers.values():
             server.note_steps()
         await self.fleet.sync(version, mode=PauseMode.ABORT, clear_cache=True)
+
+    def media(self, request: Request) -> dict[str, Any]:
+        """The arguments with the request's media, the same handle as each kind that the server
+        takes.
+        """
+        if request.media is None:
+            return {}
+        names = [f"{kind}_data" for kind in CONVENTIONS[self.fleet.flavour.name].media]
+        return {name: lend(name, [request.media]) for name in names}
 
     def gauges(self) -> dict[str, float]:
         """Requests in flight, as the balancer counts them."""
@@ -142,7 +157,7 @@ class ClientSubject(StackSubject):
             request_id=request.request_id,
             prompt_ids=lend("prompt_ids", list(request.prompt_ids)),
             sampling_params=lend("sampling_params", sampling_of(request)),
-            image_data=None if request.media is None else lend("image_data", [request.media]),
+            **self._host.media(request),
         )
         return StackOutput(request=request, output=output)
 

@@ -46,6 +46,7 @@ class ServerConvention:
         keeps_routes: Such an abort has its routes.
         engine_tensors: The engine returns routes as tensors.
         counts_cached: Replies can say how much of the prompt was in the prefix cache.
+        media: The kinds of media that it takes, each as the argument ``KIND_data``.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ServerConvention:
     keeps_routes: bool
     engine_tensors: bool
     counts_cached: bool
+    media: tuple[str, ...]
 
 
 CONVENTIONS: Mapping[str, ServerConvention] = {
@@ -70,6 +72,7 @@ CONVENTIONS: Mapping[str, ServerConvention] = {
         keeps_routes=False,
         engine_tensors=False,
         counts_cached=True,
+        media=("image", "video", "audio"),
     ),
     "sglang": ServerConvention(
         name="sglang",
@@ -82,6 +85,7 @@ CONVENTIONS: Mapping[str, ServerConvention] = {
         keeps_routes=True,
         engine_tensors=True,
         counts_cached=False,
+        media=("image", "video"),
     ),
 }
 """By engine flavour."""
@@ -240,7 +244,7 @@ class VerlServer:
             prompt_ids=list(prompt_ids),
             max_tokens=budget,
             sampling=sampling,
-            media=image_data[0] if image_data else None,
+            media=self._media(image=image_data, video=video_data, audio=audio_data),
             want_routes=self._want_routes,
             want_logprobs=want_logprobs,
         )
@@ -252,6 +256,15 @@ class VerlServer:
             want_logprobs=want_logprobs,
         )
         return self._verl.token_output(**fields)
+
+    def _media(self, **by_kind: Sequence[str] | None) -> str | None:
+        """The handle of the media of a call; what is missing of them is in its text."""
+        present = [kind for kind in self._convention.media if by_kind[kind]]
+        missing = [kind for kind in self._convention.media if kind not in present]
+        if not present:
+            return None
+        handle = str((by_kind[present[0]] or ("",))[0])
+        return f"{handle} without its {' and '.join(missing)}" if missing else handle
 
     def _nothing(self, *, want_logprobs: bool) -> Any:
         """The reply if nothing may be generated: SGLang takes a budget of 0, and verl's server
