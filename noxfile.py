@@ -140,6 +140,30 @@ def upstream(session: nox.Session) -> None:
             _repeat_recorded_runs(session, name, release, _value(arguments, "--checkout"))
 
 
+@nox.session(reuse_venv=False)
+def regressions(session: nox.Session) -> None:
+    """Put published faults back into a stack and judge it: `-- NAME [--checkout DIR]`.
+
+    A fault that is not found as docs/regressions/NAME.toml says is an error. `--write` stores the
+    results in docs/regression_results, from which docs/regressions.md is made, and `--only
+    REFERENCE` runs one fault.
+    """
+    if not session.posargs or session.posargs[0].startswith("-"):
+        session.error("Name a stack: nox -s regressions -- NAME.")
+    name = session.posargs[0]
+    faults = ROOT / "docs" / "regressions" / f"{name}.toml"
+    if not faults.is_file():
+        names = sorted(path.stem for path in faults.parent.glob("*.toml"))
+        session.error(f"No faults are listed for {name}; there are files for: {', '.join(names)}.")
+    install(session)
+    distribution = _install_needs(session, name, session.posargs)
+    if distribution is not None:
+        version = tomllib.loads(faults.read_text(encoding="utf-8"))["version"]
+        requirement = f"{distribution}=={version}"
+        session.install("--no-deps", "--ignore-requires-python", requirement)
+    session.run("python", "-m", "tools.regressions", *session.posargs)
+
+
 def _repeat_recorded_runs(
     session: nox.Session, name: str, release: str, checkout: str | None
 ) -> None:

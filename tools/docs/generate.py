@@ -36,6 +36,7 @@ from tools.docs.engines_page import engines_page
 from tools.docs.enum_texts import enum_texts
 from tools.docs.gpu_page import gpu_page
 from tools.docs.http_page import http_page
+from tools.docs.regressions_page import regressions_page
 from tools.docs.replay_page import replay_page
 from tools.docs.situations_page import situations_page
 from tools.docs.stacks_page import stacks_page
@@ -220,6 +221,7 @@ PAGES = {
     "replay.md": replay_page,
     "situations.md": situations_page,
     "stacks.md": stacks_page,
+    "regressions.md": regressions_page,
 }
 
 
