@@ -29,6 +29,10 @@ from rollproof.verification.runner import run_case
 MATRIX = Matrix.read("verl")
 PARTS = ("client", "single-turn-agent-loop", "tool-agent-loop", "checkpoint-manager")
 BATCHES = ("sample-dicts", "padded-batch", "unpadded-batch")
+CORRECTIONS = (
+    *("token-tis", "normalised-token-tis", "sequence-tis", "icepop"),
+    *("rejection", "bypass-reinforce"),
+)
 
 needs_verl = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None,
@@ -144,4 +148,4 @@ def test_the_matrix_names_what_exists() -> None:
             for parts in table.values()
             for part in parts
         }
-        assert named <= {*PARTS, *BATCHES}, entry.name
+        assert named <= {*PARTS, *BATCHES, *CORRECTIONS}, entry.name

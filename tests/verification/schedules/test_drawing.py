@@ -13,6 +13,7 @@ from hypothesis import find, given, settings
 from rollproof.core.case import ActionKind, Case, Model
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
+from rollproof.core.json_codec import to_json
 from rollproof.errors import UsageError
 from rollproof.verification.schedules import Limits, random_cases
 from rollproof.verification.schedules.strategies import cases, models
@@ -23,9 +24,9 @@ CLIENT = contract()
 
 def digest(seed: int, count: int, **changes: object) -> str:
     drawn = random_cases(seed, count, flavour="vllm", contract=CLIENT, **changes)  # type: ignore[arg-type]
-    return hashlib.sha256(
-        json.dumps([case.to_dict() for case in drawn], sort_keys=True).encode()
-    ).hexdigest()[:16]
+    # without fields that have their default: a case stays the same when a field is added
+    values = [to_json(case) for case in drawn]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def prompts_are_prefix_free(case: Case) -> bool:
@@ -37,7 +38,7 @@ def test_a_seed_names_the_same_cases_for_ever() -> None:
     """The first cases of a seed are pinned: a report's seed repeats its run on another Python and
     another day.
     """
-    assert digest(0, 50) == "bc7899af7b8fb8b8"
+    assert digest(0, 50) == "5ffa80044bbb6a42"
 
 
 def test_case_i_does_not_depend_on_how_many_are_drawn() -> None:
