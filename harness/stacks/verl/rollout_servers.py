@@ -85,7 +85,8 @@ CONVENTIONS: Mapping[str, ServerConvention] = {
         keeps_routes=True,
         engine_tensors=True,
         counts_cached=False,
-        media=("image", "video"),
+        # verl's client replaces videos by what its agent loop has computed of them
+        media=("image",),
     ),
 }
 """By engine flavour."""
