@@ -68,7 +68,7 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     title: str
     kind: str = ""
-    where: dict[str, str | int | float | None] = {}
+    where: dict[str, str | bool | int | float | None] = {}
     expected: str = ""
     observed: str = ""
     hint: str = ""
@@ -273,7 +273,7 @@ def _finding(finding: Mapping[str, Any]) -> StoredFinding:
     )
 
 
-def _place(value: Any) -> str | int | float | None:
+def _place(value: Any) -> str | bool | int | float | None:
     return value if value is None or isinstance(value, int | float) else _cut(value)
 
 

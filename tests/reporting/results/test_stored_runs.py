@@ -50,7 +50,11 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
     story = [moment(number, f"event {number}") for number in range(30)]
     story[2]["broke"] = True
     found = [
-        {**finding("a", "one kind", story), "witness": "/home/me/.rollproof/a.json"},
+        {
+            **finding("a", "one kind", story),
+            "where": {"request": "r0", "index": 3, "value": -0.5, "padded": True, "list": [1]},
+            "witness": "/home/me/.rollproof/a.json",
+        },
         finding("b", "one kind"),
         finding("c", "another kind"),
     ]
