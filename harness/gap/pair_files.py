@@ -155,7 +155,7 @@ def _has_lists(schema: Any, renamed: Mapping[str, str], required: Sequence[str])
     """
     theirs = [renamed.get(name, name) for name in required if name.endswith("_logprob")]
     told = [name for name in schema.names if name in theirs] or schema.names
-    return any(_depth(schema.field(name).type) == 1 for name in told)
+    return any(field.name in told and _depth(field.type) == 1 for field in schema)
 
 
 def _check_kinds(table: Any, path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 from rollproof.core.events.base import Event
 from rollproof.core.oracle import Oracle
@@ -54,22 +54,16 @@ def oracle_of(header: Header) -> Oracle | None:
     if header.coding is None:
         return None
     try:
-        return _policy_of(
-            tuple(
-                sorted(
-                    (name, tuple(value) if isinstance(value, list) else value)
-                    for name, value in header.coding.items()
-                )
-            )
-        )
+        # as text: True and 1 are one key otherwise, and a policy takes one of them alone
+        return _policy_of(json.dumps(header.coding, sort_keys=True))
     except TypeError:
-        # A trace is untrusted input. What cannot be hashed or sorted is refused by the policy
-        # itself, which names the field.
+        # A trace is untrusted input. What JSON cannot spell is refused by the policy itself, which
+        # names the field.
         return CodedPolicy.from_dict(header.coding)
 
 
 # Thousands of traces share a policy. Building and validating it once saves a tenth of the time
 # that judging a small trace takes.
 @lru_cache(maxsize=64)
-def _policy_of(coding: tuple[tuple[str, Any], ...]) -> Oracle:
-    return CodedPolicy.from_dict(dict(coding))
+def _policy_of(coding: str) -> Oracle:
+    return CodedPolicy.from_dict(json.loads(coding))

@@ -219,3 +219,13 @@ def _changed(document: Any, path: tuple[Any, ...], value: Any) -> tuple[Any, Any
         parent = parent[step]
     before, parent[key] = parent[key], value
     return damaged, before
+
+
+def test_a_policy_that_was_read_before_excuses_no_other_type(tmp_path: Path) -> None:
+    """``True`` equals 1, and policies are kept: the second trace is refused all the same."""
+    data = _trace(tmp_path)
+    data["header"]["coding"]["seed"] = 1
+    _read_trace(data, tmp_path)
+    data["header"]["coding"]["seed"] = True
+    with pytest.raises(RollproofError, match="seed"):
+        _read_trace(data, tmp_path)
