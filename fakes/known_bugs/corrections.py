@@ -246,8 +246,16 @@ class _CorrectionMetricsCountEmpty(RowwiseCorrection):
         upper=2.0, metrics={"seq_mean": "sequence-weights-mean", "training_ppl": "first-perplexity"}
     )
 
-    def metrics(self, batch: CorrectionBatch, *args: Any) -> dict[str, float]:
-        found = super().metrics(batch, *args)
+    def metrics(
+        self,
+        batch: CorrectionBatch,
+        logs: Floats,
+        raw: Floats,
+        weights: Floats,
+        rejected: Bools,
+        trained: Bools,
+    ) -> dict[str, float]:
+        found = super().metrics(batch, logs, raw, weights, rejected, trained)
         trained = self.trained(batch)
         filled = int(trained.any(axis=1).sum())
         empty = len(trained) - filled

@@ -438,7 +438,7 @@ class CorrectionTerms:
         return cls(**data)
 
     def _coerce_rejections(self) -> list[str]:
-        given: object = self.rejections
+        given: Any = self.rejections
         if isinstance(given, Rejection | Mapping):
             given = (given,)
         if not isinstance(given, tuple | list):

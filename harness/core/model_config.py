@@ -72,7 +72,7 @@ def end_tokens_of(folder: Path) -> tuple[int, ...]:
         found = None
     if found is None:
         found = _config(folder).get("eos_token_id")
-    tokens = found if isinstance(found, list) else [found]
+    tokens: list[Any] = found if isinstance(found, list) else [found]
     return tuple(sorted({token for token in tokens if _is_count(token)}))
 
 

@@ -144,14 +144,15 @@ class _Maker:
     def inside(self, make: Callable[[float], Inputs]) -> Inputs:
         """Return a batch that no bound touches: ratios are drawn nearer and nearer to 1."""
         scale = 0.5
+        inputs = make(scale)
         for _ in range(_ATTEMPTS):
-            inputs = make(scale)
             expected = ExpectedCorrection(self.terms, inputs)
             below, above = expected.outside
             touched = below | above | expected.rejected | expected.undecided | expected.at_bound
             if not touched.any():
                 return inputs
             scale /= 2
+            inputs = make(scale)
         return inputs
 
     def drawn(self, shape: tuple[int, int], mask: IntArray | None = None) -> Inputs:
@@ -379,12 +380,17 @@ def _loss(maker: _Maker, number: int) -> _Made:
     mask = maker.mask(maker.lengths(5, 7), 9, holes=bool(number % 2))
     scale = maker.random.choice([0.05, 0.4, 1.2], (5, 1))
     scale[0] = 0.05
+    inputs = _varied(maker, mask, scale)
     for _ in range(_ATTEMPTS):
-        inputs = maker.with_zeros(maker.batch(maker.ratios(mask.shape, 1.0) * scale, mask))
         expected = ExpectedCorrection(maker.terms, inputs)
         if not (expected.undecided.any() or expected.at_bound.any()):
             break
+        inputs = _varied(maker, mask, scale)
     yield "sequences of unequal length, some of them rejected", inputs
+
+
+def _varied(maker: _Maker, mask: IntArray, scale: FloatArray) -> Inputs:
+    return maker.with_zeros(maker.batch(maker.ratios(mask.shape, 1.0) * scale, mask))
 
 
 _MAKERS: dict[Purpose, Callable[[_Maker, int], _Made]] = {

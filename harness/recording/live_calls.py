@@ -51,7 +51,8 @@ def _watched_result(watched: WatchedCall, native: Any) -> Any:
     future = getattr(native, "future", None)
     if callable(future):
         # a Ray ObjectRef, which its caller may pass to ray.get: it stays as it is
-        future().add_done_callback(functools.partial(_report_future, watched))
+        done: Any = future()
+        done.add_done_callback(functools.partial(_report_future, watched))
         return native
     if inspect.isawaitable(native):
         return _awaited(watched, native)

@@ -272,6 +272,10 @@ def _range(low: float, high: float) -> str:
     return f"to {(high - low) / 2:.3f} s"
 
 
+def _in_both(early: Mapping[Any, float], late: Mapping[Any, float]) -> list[Any]:
+    return [name for name in early if name in late]
+
+
 def _bounds(placed: Sequence[_Writer], other: _Writer) -> tuple[float, float]:
     """Return the least and the most that may be added to a writer's clock."""
     low, high = -math.inf, math.inf
@@ -284,7 +288,7 @@ def _bounds(placed: Sequence[_Writer], other: _Writer) -> tuple[float, float]:
             (one.loaded, other.updated),
         )
         for early, late in before:
-            for name in early.keys() & late.keys():
+            for name in _in_both(early, late):
                 low = max(low, early[name] + one.shift - late[name])
         after: Sequence[tuple[Mapping[Any, float], Mapping[Any, float]]] = (
             (other.submitted, one.called),
@@ -294,7 +298,7 @@ def _bounds(placed: Sequence[_Writer], other: _Writer) -> tuple[float, float]:
             (other.loaded, one.updated),
         )
         for early, late in after:
-            for name in early.keys() & late.keys():
+            for name in _in_both(early, late):
                 high = min(high, late[name] + one.shift - early[name])
     return low, high
 
