@@ -29,7 +29,7 @@ from rollproof.core.correction_terms import (
 )
 from rollproof.core.events.corrections import Corrected
 from rollproof.core.records import FloatArray, IntArray
-from rollproof.corrections.rounding import EXP_UNITS, FEW, SAFETY, limits_of
+from rollproof.corrections.rounding import EXP_UNITS, FEW, SAFETY, FloatLimits, limits_of
 
 __all__ = ["BoolArray", "Bounded", "ExpectedCorrection", "Inputs"]
 
@@ -76,8 +76,8 @@ class ExpectedCorrection:
         self.terms = terms
         self.inputs = inputs
         self.trained: BoolArray = inputs.mask != 0
-        self.limits = limits_of(terms.computes_in)
-        self.unit = self.limits.unit
+        self.limits: FloatLimits = limits_of(terms.computes_in)
+        self.unit: float = self.limits.unit
         self._casts = limits_of(terms.dtype).unit < self.unit
         self.lengths: IntArray = self.trained.sum(axis=1)
         """Trained tokens of each sequence."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
@@ -118,7 +119,7 @@ class LiveTrace:
         if pad is not None:
             contract = replace(header.contract, pad_id=self._redaction.token(pad))
             header = replace(header, contract=contract)
-        self.contract = header.contract
+        self.contract: Contract = header.contract
         self.counts: Counts = Counts()
         self._sample = sample or RequestSample()
         self._parts = TraceParts(folder, name, header, limits)

@@ -165,7 +165,7 @@ class UnitJudge:
         self._situations: SituationCounter | ReplaySituationCounter | None = None
         self._path, self._episode = "", -1
         self._before: dict[str, int] = {}
-        self.done = JudgedUnit()
+        self.done: JudgedUnit = JudgedUnit()
 
     def result(self) -> JudgedUnit:
         """Return what was found."""
