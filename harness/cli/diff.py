@@ -73,7 +73,7 @@ def _changes(title: str, changes: Sequence[Change], width: int) -> Iterator[Line
 
 def _each(changes: Sequence[Change], width: int) -> Iterator[Line]:
     for change in changes:
-        why = f" ({change.why})" if change.why else ""
+        why = f" ({change.reason})" if change.reason else ""
         text = f"    {change.name}: {change.before} -> {change.after}{why}"
         style = Style.BAD if change.after == "fail" else Style.PLAIN
         yield style, wrapped(text, "        ", width)

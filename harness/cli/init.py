@@ -24,7 +24,7 @@ from rollproof.starters.rollouts import rollouts_file
 __all__ = ["init"]
 
 
-class What(StrEnum):
+class Subject(StrEnum):
     """What is to be judged."""
 
     ROLLOUTS = "rollouts"
@@ -37,19 +37,19 @@ class What(StrEnum):
 
 
 _ABOUT = {
-    What.ROLLOUTS: "a client or loop that makes samples with an engine",
-    What.HTTP: "a client that calls SGLang or vLLM over HTTP",
-    What.TRAINER: "a trainer with routing replay",
-    What.BATCHES: "the collation of samples into training batches",
-    What.LAYOUTS: "functions that bring routed experts to the ranks of a trainer",
-    What.CORRECTIONS: "importance weights and masks for off-policy rollouts",
-    What.GAP: "logprobs of rollout and trainer, side by side",
+    Subject.ROLLOUTS: "a client or loop that makes samples with an engine",
+    Subject.HTTP: "a client that calls SGLang or vLLM over HTTP",
+    Subject.TRAINER: "a trainer with routing replay",
+    Subject.BATCHES: "the collation of samples into training batches",
+    Subject.LAYOUTS: "functions that bring routed experts to the ranks of a trainer",
+    Subject.CORRECTIONS: "importance weights and masks for off-policy rollouts",
+    Subject.GAP: "logprobs of rollout and trainer, side by side",
 }
 
 
 def init(
-    what: Annotated[
-        What | None,
+    subject: Annotated[
+        Subject | None,
         typer.Argument(help="What is to be judged.", show_default="rollouts, or asked"),
     ] = None,
     like: Annotated[
@@ -95,25 +95,25 @@ def init(
     On a terminal it asks for what the options leave open. A file that exists is never changed.
     """
     output = Output()
-    asks = sys.stdin.isatty() and sys.stdout.isatty() and what is None
-    what = _ask_what() if asks else what or What.ROLLOUTS
-    _refuse_options(what, like=like, engine=engine, routes=routes)
-    if asks and like is None and what is What.ROLLOUTS:
+    asks = sys.stdin.isatty() and sys.stdout.isatty() and subject is None
+    subject = _ask_subject() if asks else subject or Subject.ROLLOUTS
+    _refuse_options(subject, like=like, engine=engine, routes=routes)
+    if asks and like is None and subject is Subject.ROLLOUTS:
         like = _ask_like()
-    file = to or _folder() / f"test_{what}.py"
+    file = to or _folder() / f"test_{subject}.py"
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise UsageError(
-            f"--to {str(file)!r} must name a Python file, such as tests/test_{what}.py."
+            f"--to {str(file)!r} must name a Python file, such as tests/test_{subject}.py."
         )
-    preset = preset_named(like or "verl") if what is What.ROLLOUTS else None
+    preset = preset_named(like or "verl") if subject is Subject.ROLLOUTS else None
     if preset is not None:
         text = rollouts_file(preset.name, path=_shown(file), engine=engine, routes=routes)
-    elif what is What.HTTP:
+    elif subject is Subject.HTTP:
         text = http_file(engine or HTTP_ENGINES[0], path=_shown(file))
     else:
-        text = PLAIN_FILES[what].format(file=_shown(file))
+        text = PLAIN_FILES[subject].format(file=_shown(file))
     _write(file, text)
-    output.lines([(Style.GOOD, f"wrote {file}: {_ABOUT[what]}")])
+    output.lines([(Style.GOOD, f"wrote {file}: {_ABOUT[subject]}")])
     if preset is not None:
         output.say(f"  contract   like {preset.name}: {preset.about}")
     output.say(
@@ -123,29 +123,29 @@ def init(
 
 
 def _refuse_options(
-    what: What, *, like: str | None, engine: str | None, routes: bool | None
+    subject: Subject, *, like: str | None, engine: str | None, routes: bool | None
 ) -> None:
     """Raise ``UsageError`` for an option that a file of this kind does not have."""
     given = {"--like": like, "--engine": engine, "--routes": routes}
-    taken = {What.ROLLOUTS: tuple(given), What.HTTP: ("--engine",)}.get(what, ())
+    taken = {Subject.ROLLOUTS: tuple(given), Subject.HTTP: ("--engine",)}.get(subject, ())
     refused = [name for name, value in given.items() if value is not None and name not in taken]
     if refused:
         raise UsageError(
-            f"init {what} has no {' and no '.join(refused)}: --like, --engine and --routes are"
+            f"init {subject} has no {' and no '.join(refused)}: --like, --engine and --routes are"
             " options of rollouts, and --engine is one of http."
         )
-    if what is What.HTTP and engine is not None and engine not in HTTP_ENGINES:
+    if subject is Subject.HTTP and engine is not None and engine not in HTTP_ENGINES:
         raise UsageError(f"--engine {engine}: init http has {' and '.join(HTTP_ENGINES)}.")
 
 
-def _ask_what() -> What:
+def _ask_subject() -> Subject:
     for name, about in _ABOUT.items():
         typer.echo(f"  {name:<11} {about}")
-    answer = typer.prompt("What is to be judged", default=str(What.ROLLOUTS))
+    answer = typer.prompt("What is to be judged", default=str(Subject.ROLLOUTS))
     try:
-        return What(answer)
+        return Subject(answer)
     except ValueError:
-        raise UsageError(f"{answer!r} is none of {', '.join(What)}.") from None
+        raise UsageError(f"{answer!r} is none of {', '.join(Subject)}.") from None
 
 
 def _ask_like() -> str:

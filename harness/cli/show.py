@@ -75,10 +75,10 @@ def show(
     chosen = _chosen(survey, finding, file) if request is None else None
     if chosen is not None:
         number = survey.findings.index(chosen) + 1
-        told = {**chosen.finding, "rerun": _rerun(trace, file)}
+        shown = {**chosen.finding, "rerun": _rerun(trace, file)}
         output.lines(
             finding_story_lines(
-                told,
+                shown,
                 number=number,
                 check_id=chosen.check,
                 promise=default_registry()[chosen.check].promise,
@@ -124,8 +124,8 @@ def _rerun(trace: TraceFile, file: Path) -> str:
     return shlex.join(["rollproof", "replay", str(file), *options_of_recipe(header.recipe)])
 
 
-def _list_others(output: Output, survey: Survey, told: int) -> None:
-    others = [(number, found) for number, found in enumerate(survey.findings, 1) if number != told]
+def _list_others(output: Output, survey: Survey, shown: int) -> None:
+    others = [(number, found) for number, found in enumerate(survey.findings, 1) if number != shown]
     if not survey.complete:
         output.say()
         output.say("  The trace was read up to here; --finding 1 reads all and lists the others.")
@@ -156,17 +156,17 @@ def _tell_request(output: Output, trace: TraceFile, survey: Survey, name: str | 
         output.say("  It has no requests to tell of.")
         return
     place = survey.places[0] if name is None else survey.place_of(name)
-    told = None
+    shown = None
     if place is not None:
         part = trace.slice(survey, place.episode, place.first, place.last, only=place.name)
-        told = tell_request(part, place.name)
-    if place is None or told is None:
+        shown = tell_request(part, place.name)
+    if place is None or shown is None:
         known = [item.name for item in survey.places[:_LISTED]]
         more = ", ..." if len(survey.places) > len(known) else ""
         listed = f"; there are {', '.join(known)}{more}" if known else "; it has none"
         raise UsageError(f"{trace.path} has no request {name!r}{listed}.")
     output.say()
-    output.lines(timeline_lines([moment_dict(m) for m in told.story], width=output.width))
+    output.lines(timeline_lines([moment_dict(m) for m in shown.story], width=output.width))
     others = survey.requests - 1
     if name is None and others > 0:
         plural = "s" if others > 1 else ""

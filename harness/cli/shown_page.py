@@ -42,10 +42,10 @@ def write_shown_page(
     low, high = trace.window(survey, episode, first, last)
     part = trace.slice(survey, episode, low, high)
     name = _request_of(finding) if finding is not None else None if place is None else place.name
-    told = None
+    shown = None
     if name is not None:
-        told = tell_request(trace.slice(survey, episode, first, last, only=name), name)
-    story = _story(finding, told)
+        shown = tell_request(trace.slice(survey, episode, first, last, only=name), name)
+    story = _story(finding, shown)
     drawing = draw(part.events, chosen=name, story=story)
     counts = [("events", survey.events), ("requests", survey.requests)]
     if survey.episodes > 1:
@@ -61,7 +61,7 @@ def write_shown_page(
             finding=None if finding is None else _shown(finding, rerun),
             request=name if finding is None else None,
             story=story,
-            maps=_maps(finding, told),
+            maps=_maps(finding, shown),
             others=[
                 OtherFinding(
                     number=number,
@@ -82,10 +82,10 @@ def _request_of(finding: SurveyedFinding) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _story(finding: SurveyedFinding | None, told: ToldRequest | None) -> list[dict[str, Any]]:
+def _story(finding: SurveyedFinding | None, shown: ToldRequest | None) -> list[dict[str, Any]]:
     if finding is not None:
         return list(finding.finding["story"])
-    return [] if told is None else [moment_dict(moment) for moment in told.story]
+    return [] if shown is None else [moment_dict(moment) for moment in shown.story]
 
 
 def _shown(finding: SurveyedFinding, rerun: str) -> ShownFinding:
@@ -96,8 +96,8 @@ def _shown(finding: SurveyedFinding, rerun: str) -> ShownFinding:
     )
 
 
-def _maps(finding: SurveyedFinding | None, told: ToldRequest | None) -> dict[str, Any] | None:
+def _maps(finding: SurveyedFinding | None, shown: ToldRequest | None) -> dict[str, Any] | None:
     """Return the maps of a finding about the routes of a sample."""
-    if finding is None or told is None or not finding.check.startswith("routes."):
+    if finding is None or shown is None or not finding.check.startswith("routes."):
         return None
-    return route_maps(told.view, finding.finding["where"])
+    return route_maps(shown.view, finding.finding["where"])

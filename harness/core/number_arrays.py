@@ -39,50 +39,50 @@ FLOATS = Numbers(kinds="iuf", empty=np.float64, words="numbers or None")
 _AXES = {1: "on one axis", 3: "(rows, layers, top_k)"}
 
 
-def to_array(value: Any, *, what: str, rank: int, numbers: Numbers) -> _Array:
+def to_array(value: Any, *, name: str, rank: int, numbers: Numbers) -> _Array:
     """Return a copy of ``value`` as an array of this rank.
 
     A missing number (``None`` among floats) becomes NaN. An empty array of any type and rank is
     an array without rows.
 
     Raises:
-        SubjectError: ``value`` holds something else; the text calls it ``what``.
+        SubjectError: ``value`` holds something else; the text calls it ``name``.
     """
-    array = _array(value, what, rank, numbers)
+    array = _array(value, name, rank, numbers)
     if array.size == 0 and array.ndim != rank:
         return np.zeros((0,) * rank, numbers.empty)
     if array.ndim != rank:
         raise SubjectError(
-            f"{what} must be {numbers.words} {_AXES[rank]}, not"
+            f"{name} must be {numbers.words} {_AXES[rank]}, not"
             f" {_described(array)}{_advice(array, rank)}"
         )
     if array.dtype.kind not in numbers.kinds:
         if array.size:
-            raise SubjectError(f"{what} must be {numbers.words}, not {_described(array)}.")
+            raise SubjectError(f"{name} must be {numbers.words}, not {_described(array)}.")
         array = array.astype(numbers.empty)
     return array
 
 
-def _array(value: Any, what: str, rank: int, numbers: Numbers) -> _Array:
+def _array(value: Any, name: str, rank: int, numbers: Numbers) -> _Array:
     """Return the value as an array of numbers; of which kind and rank, the caller checks."""
     if isinstance(value, np.ndarray):
         return (
-            _joined(list(value), what, rank, numbers) if value.dtype.kind == "O" else value.copy()
+            _joined(list(value), name, rank, numbers) if value.dtype.kind == "O" else value.copy()
         )
     if isinstance(value, list | tuple):
-        return _of_list(value, what, rank, numbers)
+        return _of_list(value, name, rank, numbers)
     if hasattr(value, "detach"):
-        return _of_tensor(value, what, rank, numbers)
+        return _of_tensor(value, name, rank, numbers)
     if hasattr(value, "__dlpack__"):
-        return _of_dlpack(value, what)
+        return _of_dlpack(value, name)
     if hasattr(value, "tolist"):
-        return _array(value.tolist(), what, rank, numbers)
+        return _array(value.tolist(), name, rank, numbers)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        return _of_list(list(value), what, rank, numbers)
-    raise SubjectError(f"{what} must be a sequence of {numbers.words}, not {_described(value)}.")
+        return _of_list(list(value), name, rank, numbers)
+    raise SubjectError(f"{name} must be a sequence of {numbers.words}, not {_described(value)}.")
 
 
-def _of_list(value: Sequence[Any], what: str, rank: int, numbers: Numbers) -> _Array:
+def _of_list(value: Sequence[Any], name: str, rank: int, numbers: Numbers) -> _Array:
     if set(map(type, value)) <= {int, float}:  # nearly always: without a look at each number
         # numpy would make floats of mixed numbers, and of integers beyond 64 bits
         mixed = numbers.kinds != FLOATS.kinds and any(type(number) is float for number in value)
@@ -98,23 +98,23 @@ def _of_list(value: Sequence[Any], what: str, rank: int, numbers: Numbers) -> _A
         else:
             if array.dtype.kind in numbers.kinds and array.ndim == rank:
                 return array
-    return _joined(value, what, rank, numbers)
+    return _joined(value, name, rank, numbers)
 
 
-def _joined(value: Sequence[Any], what: str, rank: int, numbers: Numbers) -> _Array:
+def _joined(value: Sequence[Any], name: str, rank: int, numbers: Numbers) -> _Array:
     """Return the elements as one array: numbers, rows of equal shape, or arrays of parts."""
     depth = _depth(value)
     if depth <= 1:
-        return _of_numbers(value, what, numbers)
+        return _of_numbers(value, name, numbers)
     whole = depth > rank  # an array of each part, to be joined; else one of each row
     parts: list[_Array] = []
     for place, element in enumerate(value):
         if not _depth(element):
             raise SubjectError(
-                f"{what}[{place}] must be an array like the other elements, not"
+                f"{name}[{place}] must be an array like the other elements, not"
                 f" {_described(element)}."
             )
-        parts.append(_array(element, f"{what}[{place}]", rank if whole else rank - 1, numbers))
+        parts.append(_array(element, f"{name}[{place}]", rank if whole else rank - 1, numbers))
     filled = [(place, part) for place, part in enumerate(parts) if part.size or not whole]
     if not any(part.size for part in parts):
         return np.zeros((0,) * rank, numbers.empty)
@@ -123,14 +123,14 @@ def _joined(value: Sequence[Any], what: str, rank: int, numbers: Numbers) -> _Ar
         axes, others = (part.shape[1:], first.shape[1:]) if whole else (part.shape, first.shape)
         if part.ndim != first.ndim or axes != others:
             raise SubjectError(
-                f"{what}[{place}] has the shape {part.shape}, and {what}[{first_place}]"
+                f"{name}[{place}] has the shape {part.shape}, and {name}[{first_place}]"
                 f" {first.shape}: they must be alike, so that the field is one array."
             )
     arrays = [part for _, part in filled]
     return np.concatenate(arrays) if whole else np.stack(arrays)
 
 
-def _of_numbers(value: Sequence[Any], what: str, numbers: Numbers) -> _Array:
+def _of_numbers(value: Sequence[Any], name: str, numbers: Numbers) -> _Array:
     """Return single numbers, which may be arrays and tensors without axes, as a 1-D array."""
     plain: list[Any] = []
     for place, number in enumerate(value):
@@ -140,34 +140,34 @@ def _of_numbers(value: Sequence[Any], what: str, numbers: Numbers) -> _Array:
             item = np.nan
         wanted = int | float if numbers is FLOATS else int
         if not isinstance(item, wanted) or (isinstance(item, bool) and numbers is not MASKS):
-            raise SubjectError(f"{what}[{place}] must be {numbers.words}, not {_described(item)}.")
+            raise SubjectError(f"{name}[{place}] must be {numbers.words}, not {_described(item)}.")
         plain.append(item)
     if numbers is FLOATS:
         return np.array(plain, dtype=np.float64)
     large = next((place for place, item in enumerate(plain) if not -(2**63) <= item < 2**63), None)
     if large is not None:
-        raise SubjectError(f"{what}[{large}] must fit 64 bits, not be {show(plain[large])}.")
+        raise SubjectError(f"{name}[{large}] must fit 64 bits, not be {show(plain[large])}.")
     return np.array(plain, dtype=numbers.empty)
 
 
-def _of_tensor(value: Any, what: str, rank: int, numbers: Numbers) -> _Array:
+def _of_tensor(value: Any, name: str, rank: int, numbers: Numbers) -> _Array:
     """Return a torch tensor of any device and layout."""
     # Without an import of torch: whoever hands a tensor over has imported it.
     try:
         tensor = value.detach()
         if getattr(tensor, "is_nested", False):
-            return _joined(list(tensor.unbind()), what, rank, numbers)
+            return _joined(list(tensor.unbind()), name, rank, numbers)
         tensor = tensor.cpu()
         if tensor.is_floating_point():
             tensor = tensor.double()  # numpy has no bfloat16; float64 holds every float exactly
         return np.array(tensor.numpy())
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise SubjectError(
-            f"{what} cannot be read as an array: {describe_error(error)}."
+            f"{name} cannot be read as an array: {describe_error(error)}."
         ) from error
 
 
-def _of_dlpack(value: Any, what: str) -> _Array:
+def _of_dlpack(value: Any, name: str) -> _Array:
     """Return an array of another library (JAX, CuPy) through DLPack, copied to the host."""
     problem: Exception | None = None
     attempts: tuple[dict[str, Any], ...] = ({}, {"device": "cpu", "copy": True})
@@ -180,7 +180,7 @@ def _of_dlpack(value: Any, what: str) -> _Array:
         return np.array(value.get() if hasattr(value, "get") else np.asarray(value))
     except (RuntimeError, TypeError, ValueError) as error:
         raise SubjectError(
-            f"{what} cannot be read as an array: {describe_error(problem or error)}."
+            f"{name} cannot be read as an array: {describe_error(problem or error)}."
         ) from error
 
 

@@ -127,7 +127,7 @@ def validate_row(row: BatchRow, where: str) -> BatchRow:
         if value is None:
             continue
         try:
-            array = to_array(value, what=name, rank=rank, numbers=numbers)
+            array = to_array(value, name=name, rank=rank, numbers=numbers)
         except SubjectError as error:
             problems.append(str(error).removesuffix("."))
             continue

@@ -231,7 +231,7 @@ def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
     # nearly always: without a look at each token in Python
     if isinstance(value, (list, tuple)) and _INTEGERS.issuperset(map(type, value)):
         return tuple(value)
-    tokens: list[int] = to_array(value, what=what, rank=1, numbers=INTEGERS).tolist()
+    tokens: list[int] = to_array(value, name=what, rank=1, numbers=INTEGERS).tolist()
     return tuple(tokens)
 
 
@@ -246,7 +246,7 @@ def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
     """
     if value is None:
         return None
-    array = to_array(value, what=what, rank=1, numbers=FLOATS)
+    array = to_array(value, name=what, rank=1, numbers=FLOATS)
     # a longdouble would lose digits, narrower floats are exact
     if array.dtype.itemsize > 8:
         raise SubjectError(f"{what} must fit float64, not be {array.dtype.name}.")
@@ -259,7 +259,7 @@ def as_mask(value: Any, *, what: str = "loss_mask") -> IntArray | None:
     Raises:
         SubjectError: ``value`` has another rank or type; the text calls it ``what``.
     """
-    return None if value is None else to_array(value, what=what, rank=1, numbers=MASKS)
+    return None if value is None else to_array(value, name=what, rank=1, numbers=MASKS)
 
 
 def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
@@ -269,4 +269,4 @@ def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
     Raises:
         SubjectError: ``value`` has another rank or type; the text calls it ``what``.
     """
-    return None if value is None else to_array(value, what=what, rank=3, numbers=INTEGERS)
+    return None if value is None else to_array(value, name=what, rank=3, numbers=INTEGERS)

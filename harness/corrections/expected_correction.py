@@ -85,8 +85,8 @@ class ExpectedCorrection:
     @cached_property
     def interpolated(self) -> FloatArray:
         """The old logprobs that are interpolated by versions."""
-        given = self.inputs
-        return given.rollout + self._share * (given.current - given.rollout)
+        batch = self.inputs
+        return batch.rollout + self._share * (batch.current - batch.rollout)
 
     @cached_property
     def _share(self) -> FloatArray:
@@ -97,13 +97,13 @@ class ExpectedCorrection:
 
     def policies(self, pair: Pair) -> tuple[FloatArray, FloatArray]:
         """Return the logprobs of the first and of the second policy of a pair."""
-        given = self.inputs
-        old = self.interpolated if self.terms.pair is Pair.INTERPOLATED_ROLLOUT else given.old
+        batch = self.inputs
+        old = self.interpolated if self.terms.pair is Pair.INTERPOLATED_ROLLOUT else batch.old
         return {
-            Pair.OLD_ROLLOUT: (given.old, given.rollout),
-            Pair.CURRENT_ROLLOUT: (given.current, given.rollout),
-            Pair.CURRENT_OLD: (given.current, old),
-            Pair.INTERPOLATED_ROLLOUT: (old, given.rollout),
+            Pair.OLD_ROLLOUT: (batch.old, batch.rollout),
+            Pair.CURRENT_ROLLOUT: (batch.current, batch.rollout),
+            Pair.CURRENT_OLD: (batch.current, old),
+            Pair.INTERPOLATED_ROLLOUT: (old, batch.rollout),
         }[pair]
 
     @cached_property

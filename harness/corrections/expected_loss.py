@@ -18,16 +18,16 @@ class ExpectedLoss:
     """The loss of a batch whose correction is ``expected``."""
 
     def __init__(self, expected: ExpectedCorrection) -> None:
-        self._whole = expected
+        self._exact = expected
         self._terms = expected.terms
 
     @cached_property
     def _coefficients(self) -> FloatArray:
         """What the loss of each token is multiplied by in the sum over all of them."""
-        counted = self._whole.trained
+        counted = self._exact.trained
         if self._terms.rejects and self._terms.denominator is Denominator.KEPT:
-            counted = self._whole.kept
-        left = self._whole.kept if self._terms.rejects else self._whole.trained
+            counted = self._exact.kept
+        left = self._exact.kept if self._terms.rejects else self._exact.trained
         if self._terms.aggregation is Aggregation.TOKEN_SUM:
             return left.astype(np.float64)
         if self._terms.aggregation is Aggregation.TOKEN_MEAN:
@@ -40,27 +40,27 @@ class ExpectedLoss:
     @cached_property
     def value(self) -> tuple[float, float] | None:
         """The loss and its error; ``None`` if rounding could decide a rejection."""
-        if self._whole.undecided.any():
+        if self._exact.undecided.any():
             return None
-        terms, given = self._terms, self._whole.inputs
+        terms, batch = self._terms, self._exact.inputs
         if terms.weights:
-            weights = self._whole.weights
+            weights = self._exact.weights
         else:
-            ones = self._whole.trained.astype(np.float64)
+            ones = self._exact.trained.astype(np.float64)
             weights = Bounded(value=ones, error=np.zeros(ones.shape))
         coefficients = self._coefficients
-        size = np.abs(given.advantages)
-        slack = FEW * self._whole.unit
+        size = np.abs(batch.advantages)
+        slack = FEW * self._exact.unit
         if terms.loss is LossKind.REINFORCE:
-            factor = given.advantages * given.current
+            factor = batch.advantages * batch.current
             spread = np.abs(factor) * slack
         elif terms.loss is LossKind.PPO:
             ratio = self._policy_ratio
             clipped = np.clip(ratio.value, 1 - terms.clip_low, 1 + terms.clip_high)
-            factor = np.minimum(ratio.value * given.advantages, clipped * given.advantages)
+            factor = np.minimum(ratio.value * batch.advantages, clipped * batch.advantages)
             spread = size * (ratio.error + ratio.value * slack)
         else:
-            factor, spread = given.advantages, size * slack
+            factor, spread = batch.advantages, size * slack
         lost = -np.where(coefficients > 0, weights.value * factor * coefficients, 0.0)
         error = np.where(
             coefficients > 0,
@@ -68,17 +68,17 @@ class ExpectedLoss:
             0.0,
         )
         total = float(lost.sum())
-        summed = self._whole.unit * (self._whole.tokens + FEW) * float(np.abs(lost).sum())
+        summed = self._exact.unit * (self._exact.tokens + FEW) * float(np.abs(lost).sum())
         return total, SAFETY * (float(error.sum()) + summed)
 
     @cached_property
     def _policy_ratio(self) -> Bounded:
-        log = self._whole.log_ratio_of(self._terms.policy_ratio)
+        log = self._exact.log_ratio_of(self._terms.policy_ratio)
         with np.errstate(over="ignore"):
             value = np.exp(log.value)
         return Bounded(
-            value=np.where(self._whole.trained, value, 0.0),
-            error=value * (np.expm1(log.error) + EXP_UNITS * self._whole.unit),
+            value=np.where(self._exact.trained, value, 0.0),
+            error=value * (np.expm1(log.error) + EXP_UNITS * self._exact.unit),
         )
 
     @cached_property
@@ -86,12 +86,12 @@ class ExpectedLoss:
         """The derivative of the loss to the current logprobs; ``None`` if rounding could
         decide.
         """
-        if self._whole.undecided.any() or (self._terms.weights and self._whole.at_bound.any()):
+        if self._exact.undecided.any() or (self._terms.weights and self._exact.at_bound.any()):
             return None
-        terms, given = self._terms, self._whole.inputs
+        terms, batch = self._terms, self._exact.inputs
         coefficients = self._coefficients
         weights = (
-            self._whole.weights.value if terms.weights else self._whole.trained.astype(np.float64)
+            self._exact.weights.value if terms.weights else self._exact.trained.astype(np.float64)
         )
         if terms.loss is LossKind.PPO:
             ratio = self._policy_ratio
@@ -100,23 +100,23 @@ class ExpectedLoss:
             if (near.any(axis=-1) & (coefficients > 0)).any():
                 return None
             clipped = np.clip(ratio.value, *edges)
-            active = ratio.value * given.advantages <= clipped * given.advantages
-            direct = np.where(active, weights * given.advantages * ratio.value, 0.0)
-            factor = np.minimum(ratio.value * given.advantages, clipped * given.advantages)
+            active = ratio.value * batch.advantages <= clipped * batch.advantages
+            direct = np.where(active, weights * batch.advantages * ratio.value, 0.0)
+            factor = np.minimum(ratio.value * batch.advantages, clipped * batch.advantages)
         elif terms.loss is LossKind.REINFORCE:
-            direct, factor = weights * given.advantages, given.advantages * given.current
+            direct, factor = weights * batch.advantages, batch.advantages * batch.current
         else:
-            direct, factor = np.zeros(self._whole.trained.shape), given.advantages
+            direct, factor = np.zeros(self._exact.trained.shape), batch.advantages
         direct = np.where(coefficients > 0, direct * coefficients, 0.0)
-        through = self._whole.pulled(np.where(coefficients > 0, factor * coefficients, 0.0))
+        through = self._exact.pulled(np.where(coefficients > 0, factor * coefficients, 0.0))
         value = -(direct + through)
-        relative = self._whole.unit * (self._whole.tokens + FEW)
+        relative = self._exact.unit * (self._exact.tokens + FEW)
         worst = 0.0
         if terms.weights:
-            sizes, errors = self._whole.weights.value, self._whole.weights.error
+            sizes, errors = self._exact.weights.value, self._exact.weights.error
             shares = errors / np.where(sizes > 0, sizes, np.inf)
             worst = float(np.max(shares, initial=0.0))
         scale = np.abs(direct) + np.abs(through)
         return Bounded(
-            value=value, error=SAFETY * scale * (relative + worst) + self._whole.limits.smallest
+            value=value, error=SAFETY * scale * (relative + worst) + self._exact.limits.smallest
         )

@@ -77,8 +77,8 @@ class _Watching:
             except BaseException as error:
                 self._fail(exchange, error)
                 raise
-            kept = self._kept(exchange, response)
-            response.stream = _Stream(response.stream, kept, self)
+            reply = self._reply(exchange, response)
+            response.stream = _Stream(response.stream, reply, self)
             if not stream:
                 response.read()
             return response
@@ -97,8 +97,8 @@ class _Watching:
             except BaseException as error:
                 self._fail(exchange, error)
                 raise
-            kept = self._kept(exchange, response)
-            response.stream = _AsyncStream(response.stream, kept, self)
+            reply = self._reply(exchange, response)
+            response.stream = _AsyncStream(response.stream, reply, self)
             if not stream:
                 await response.aread()
             return response
@@ -140,7 +140,7 @@ class _Watching:
         refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         self.end(exchange, How.UNREACHED if refused else How.BROKEN, describe_error(error))
 
-    def _kept(self, exchange: Exchange, response: httpx.Response) -> KeptReply:
+    def _reply(self, exchange: Exchange, response: httpx.Response) -> KeptReply:
         newest = SAMPLING_PATHS.get(exchange.path) == "sglang"
         return KeptReply.begin(
             exchange, response.status_code, response.headers, _MAX_BODY, newest_only=newest
@@ -150,54 +150,54 @@ class _Watching:
 class _Stream(httpx.SyncByteStream):
     """A reply that is kept as it is read."""
 
-    def __init__(self, stream: Any, kept: KeptReply, watching: _Watching) -> None:
-        self._stream, self._kept, self._watching = stream, kept, watching
+    def __init__(self, stream: Any, reply: KeptReply, watching: _Watching) -> None:
+        self._stream, self._reply, self._watching = stream, reply, watching
 
     def __iter__(self) -> Iterator[bytes]:
-        kept, end = self._kept, self._watching.end
+        reply, end = self._reply, self._watching.end
         try:
             for chunk in self._stream:
-                kept.take(chunk)
-                if kept.is_complete:
-                    end(kept.exchange, How.COMPLETE)
+                reply.take(chunk)
+                if reply.is_complete:
+                    end(reply.exchange, How.COMPLETE)
                 yield chunk
         except BaseException as error:
-            kept.finish()
+            reply.finish()
             left = isinstance(error, GeneratorExit)
-            end(kept.exchange, How.LEFT if left else How.BROKEN, describe_error(error))
+            end(reply.exchange, How.LEFT if left else How.BROKEN, describe_error(error))
             raise
-        kept.finish()
-        end(kept.exchange, How.COMPLETE)
+        reply.finish()
+        end(reply.exchange, How.COMPLETE)
 
     def close(self) -> None:
         self._stream.close()
-        self._kept.finish()
-        self._watching.end(self._kept.exchange, How.LEFT)
+        self._reply.finish()
+        self._watching.end(self._reply.exchange, How.LEFT)
 
 
 class _AsyncStream(httpx.AsyncByteStream):
     """The same for an async client."""
 
-    def __init__(self, stream: Any, kept: KeptReply, watching: _Watching) -> None:
-        self._stream, self._kept, self._watching = stream, kept, watching
+    def __init__(self, stream: Any, reply: KeptReply, watching: _Watching) -> None:
+        self._stream, self._reply, self._watching = stream, reply, watching
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        kept, end = self._kept, self._watching.end
+        reply, end = self._reply, self._watching.end
         try:
             async for chunk in self._stream:
-                kept.take(chunk)
-                if kept.is_complete:
-                    end(kept.exchange, How.COMPLETE)
+                reply.take(chunk)
+                if reply.is_complete:
+                    end(reply.exchange, How.COMPLETE)
                 yield chunk
         except BaseException as error:
-            kept.finish()
+            reply.finish()
             left = isinstance(error, GeneratorExit)
-            end(kept.exchange, How.LEFT if left else How.BROKEN, describe_error(error))
+            end(reply.exchange, How.LEFT if left else How.BROKEN, describe_error(error))
             raise
-        kept.finish()
-        end(kept.exchange, How.COMPLETE)
+        reply.finish()
+        end(reply.exchange, How.COMPLETE)
 
     async def aclose(self) -> None:
         await self._stream.aclose()
-        self._kept.finish()
-        self._watching.end(self._kept.exchange, How.LEFT)
+        self._reply.finish()
+        self._watching.end(self._reply.exchange, How.LEFT)

@@ -85,7 +85,7 @@ class _Writer:
     delivered: dict[str, float] = field(default_factory=dict)
     sampled: dict[_Sequence, float] = field(default_factory=dict)
     continued: dict[_Sequence, float] = field(default_factory=dict)
-    asked: dict[Version, float] = field(default_factory=dict)
+    requested: dict[Version, float] = field(default_factory=dict)
     updated: dict[Version, float] = field(default_factory=dict)
     loaded: dict[Version, float] = field(default_factory=dict)
     unfinished: bool = False
@@ -120,8 +120,8 @@ class _Writer:
                     self.delivered.setdefault(event.request_id, at)
                     self.continued.setdefault(_whole(event), at)
             elif isinstance(event, Update) and event.label is not None:
-                asked = event.phase is UpdatePhase.ASKED
-                (self.asked if asked else self.updated).setdefault(event.label, at)
+                requested = event.phase is UpdatePhase.ASKED
+                (self.requested if requested else self.updated).setdefault(event.label, at)
             elif isinstance(event, Weights) and event.label is not None:
                 self.loaded.setdefault(event.label, at)
 
@@ -279,27 +279,27 @@ def _in_both(early: Mapping[Any, float], late: Mapping[Any, float]) -> list[Any]
 def _bounds(placed: Sequence[_Writer], other: _Writer) -> tuple[float, float]:
     """Return the least and the most that may be added to a writer's clock."""
     low, high = -math.inf, math.inf
-    for one in placed:
+    for placed_writer in placed:
         before: Sequence[tuple[Mapping[Any, float], Mapping[Any, float]]] = (
-            (one.submitted, other.called),
-            (one.replied, other.delivered),
-            (one.sampled, other.continued),
-            (one.asked, other.loaded),
-            (one.loaded, other.updated),
+            (placed_writer.submitted, other.called),
+            (placed_writer.replied, other.delivered),
+            (placed_writer.sampled, other.continued),
+            (placed_writer.requested, other.loaded),
+            (placed_writer.loaded, other.updated),
         )
         for early, late in before:
             for name in _in_both(early, late):
-                low = max(low, early[name] + one.shift - late[name])
+                low = max(low, early[name] + placed_writer.shift - late[name])
         after: Sequence[tuple[Mapping[Any, float], Mapping[Any, float]]] = (
-            (other.submitted, one.called),
-            (other.replied, one.delivered),
-            (other.sampled, one.continued),
-            (other.asked, one.loaded),
-            (other.loaded, one.updated),
+            (other.submitted, placed_writer.called),
+            (other.replied, placed_writer.delivered),
+            (other.sampled, placed_writer.continued),
+            (other.requested, placed_writer.loaded),
+            (other.loaded, placed_writer.updated),
         )
         for early, late in after:
             for name in _in_both(early, late):
-                high = min(high, late[name] + one.shift - early[name])
+                high = min(high, late[name] + placed_writer.shift - early[name])
     return low, high
 
 
@@ -347,9 +347,11 @@ class _Causes:
                 homes.setdefault(name, set()).add(number)
         self._homes = homes
         self._writers = writers
-        self._submits = {name: i for i, one in enumerate(writers) for name in one.submitted}
-        self._sampled = {name: i for i, one in enumerate(writers) for name in one.sampled}
-        self._asked = {label: i for i, one in enumerate(writers) for label in one.asked}
+        self._submits = {name: i for i, writer in enumerate(writers) for name in writer.submitted}
+        self._sampled = {name: i for i, writer in enumerate(writers) for name in writer.sampled}
+        self._requested = {
+            label: i for i, writer in enumerate(writers) for label in writer.requested
+        }
         self._submitted: dict[str, int] = {}
         self._replied: set[_Sequence] = set()
         self._labels: set[Version] = set()
@@ -366,7 +368,7 @@ class _Causes:
         if isinstance(event, Result) and event.rollout is not None and event.rollout.response_ids:
             return self._came(number, _whole(event))
         if isinstance(event, Weights) and event.label is not None:
-            home = self._asked.get(event.label, number)
+            home = self._requested.get(event.label, number)
             return home == number or event.label in self._labels
         return True
 
@@ -403,14 +405,14 @@ class _Causes:
         """Return whether it is certain which came first, a sample or the last reply to its calls,
         by all that is known of the clocks.
         """
-        one, other = self._writers[here], self._writers[home]
+        writer, other = self._writers[here], self._writers[home]
         reply = other.last_reply.get(event.request_id)
         if reply is None:
             return True
-        result = event.time - one.shift
+        result = event.time - writer.shift
         return (
-            reply + other.most <= result + one.least + _ROUNDING
-            or reply + other.least > result + one.most
+            reply + other.most <= result + writer.least + _ROUNDING
+            or reply + other.least > result + writer.most
         )
 
     def note(self, number: int, event: Event) -> None:

@@ -184,20 +184,24 @@ def _make(factory: SubjectFactory, label: str) -> Any:
 
 def _correct(subject: Any, terms: CorrectionTerms, case: CorrectionCase) -> Corrected:
     """Correct one batch. What the subject raises is a refusal, which the checks judge."""
-    given = case.inputs
+    case_inputs = case.inputs
     event = Corrected(
         name=case.name,
         purpose=case.purpose,
-        rollout=given.rollout,
-        old=given.old,
-        current=given.current,
-        mask=given.mask,
-        advantages=given.advantages,
-        groups=given.groups,
-        versions=given.versions,
-        current_version=given.current_version,
+        rollout=case_inputs.rollout,
+        old=case_inputs.old,
+        current=case_inputs.current,
+        mask=case_inputs.mask,
+        advantages=case_inputs.advantages,
+        groups=case_inputs.groups,
+        versions=case_inputs.versions,
+        current_version=case_inputs.current_version,
     )
-    batch = _torch_batch(given, terms) if terms.arrays is Arrays.TORCH else _batch(given, terms)
+    batch = (
+        _torch_batch(case_inputs, terms)
+        if terms.arrays is Arrays.TORCH
+        else _batch(case_inputs, terms)
+    )
     try:
         # numpy warns of an overflow that the next line clamps; under `-W error` it would raise
         with np.errstate(all="ignore"):
@@ -206,7 +210,7 @@ def _correct(subject: Any, terms: CorrectionTerms, case: CorrectionCase) -> Corr
         raise
     except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
         return replace(
-            event, refused=describe_error_with_place(error), changed=_changed(batch, given)
+            event, refused=describe_error_with_place(error), changed=_changed(batch, case_inputs)
         )
     if inspect.iscoroutine(returned):
         returned.close()
@@ -216,7 +220,7 @@ def _correct(subject: Any, terms: CorrectionTerms, case: CorrectionCase) -> Corr
             event,
             misfit=f"a {type(returned).__name__}: expected a rollproof.corrections.Correction",
         )
-    event = replace(event, changed=_changed(batch, given))
+    event = replace(event, changed=_changed(batch, case_inputs))
     try:
         return _filled(event, returned, terms, batch)
     except CorrectionMisfit as misfit:
@@ -233,9 +237,9 @@ def _filled(
     shape = event.mask.shape
     kept = None
     if returned.mask is not None and terms.rejects_mask:
-        given = as_tokens_array(returned.mask, "the mask", shape)
+        case_inputs = as_tokens_array(returned.mask, "the mask", shape)
         own_shape = np.shape(returned.mask) == shape
-        kept = given if own_shape else given * event.mask
+        kept = case_inputs if own_shape else case_inputs * event.mask
     gradients = event.purpose in _WITH_GRADIENTS
     return replace(
         event,
@@ -250,17 +254,17 @@ def _filled(
     )
 
 
-def _batch(given: Inputs, terms: CorrectionTerms) -> CorrectionBatch:
+def _batch(case_inputs: Inputs, terms: CorrectionTerms) -> CorrectionBatch:
     kind = np.dtype(str(terms.dtype))
     return CorrectionBatch(
-        rollout=given.rollout.astype(kind),
-        old=given.old.astype(kind),
-        current=given.current.astype(kind),
-        mask=given.mask.copy(),
-        advantages=given.advantages.astype(_advantage_type(terms)),
-        groups=given.groups.copy(),
-        versions=given.versions.copy(),
-        current_version=given.current_version,
+        rollout=case_inputs.rollout.astype(kind),
+        old=case_inputs.old.astype(kind),
+        current=case_inputs.current.astype(kind),
+        mask=case_inputs.mask.copy(),
+        advantages=case_inputs.advantages.astype(_advantage_type(terms)),
+        groups=case_inputs.groups.copy(),
+        versions=case_inputs.versions.copy(),
+        current_version=case_inputs.current_version,
     )
 
 
@@ -268,7 +272,7 @@ def _advantage_type(terms: CorrectionTerms) -> np.dtype[Any]:
     return np.dtype("float64" if terms.dtype is FloatType.FLOAT64 else "float32")
 
 
-def _torch_batch(given: Inputs, terms: CorrectionTerms) -> CorrectionBatch:
+def _torch_batch(case_inputs: Inputs, terms: CorrectionTerms) -> CorrectionBatch:
     try:
         import torch
     except ImportError as error:
@@ -282,25 +286,25 @@ def _torch_batch(given: Inputs, terms: CorrectionTerms) -> CorrectionBatch:
         return tensor.requires_grad_()
 
     return CorrectionBatch(
-        rollout=logprobs(given.rollout),
-        old=logprobs(given.old),
-        current=logprobs(given.current),
-        mask=torch.from_numpy(given.mask.copy()),
-        advantages=torch.from_numpy(given.advantages.astype(_advantage_type(terms))),
-        groups=torch.from_numpy(given.groups.copy()),
-        versions=torch.from_numpy(given.versions.copy()),
-        current_version=given.current_version,
+        rollout=logprobs(case_inputs.rollout),
+        old=logprobs(case_inputs.old),
+        current=logprobs(case_inputs.current),
+        mask=torch.from_numpy(case_inputs.mask.copy()),
+        advantages=torch.from_numpy(case_inputs.advantages.astype(_advantage_type(terms))),
+        groups=torch.from_numpy(case_inputs.groups.copy()),
+        versions=torch.from_numpy(case_inputs.versions.copy()),
+        current_version=case_inputs.current_version,
     )
 
 
-def _changed(batch: CorrectionBatch, given: Inputs) -> tuple[str, ...]:
+def _changed(batch: CorrectionBatch, case_inputs: Inputs) -> tuple[str, ...]:
     """Return the names of the inputs that the subject changed."""
     names = (*_LOGPROBS, "mask", "advantages", "groups", "versions")
     changed = []
     for name in names:
         value = getattr(batch, name)
         now = value.detach().double().numpy() if hasattr(value, "detach") else value
-        before = getattr(given, name)
+        before = getattr(case_inputs, name)
         if now.shape != before.shape or not np.array_equal(
             now.astype(np.float64), before.astype(np.float64), equal_nan=True
         ):
@@ -342,8 +346,12 @@ def _loss_gradient(
     if loss is None:
         return None
     if not hasattr(loss, "requires_grad"):
-        given = returned.loss_gradient
-        return None if given is None else as_tokens_array(given, "loss_gradient", event.mask.shape)
+        case_inputs = returned.loss_gradient
+        return (
+            None
+            if case_inputs is None
+            else as_tokens_array(case_inputs, "loss_gradient", event.mask.shape)
+        )
     if not loss.requires_grad:
         return np.zeros(event.mask.shape)
     return _derivatives(loss.sum(), batch, ("current",))[0]

@@ -45,17 +45,17 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Something that has a name on both sides, and another value on each; ``why`` says more."""
+    """Something that has a name on both sides, and another value on each; ``reason`` says more."""
 
     name: str
     before: Any
     after: Any
-    why: str = ""
+    reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         out = {"name": self.name, "before": self.before, "after": self.after}
-        return {**out, "why": self.why} if self.why else out
+        return {**out, "why": self.reason} if self.reason else out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +189,7 @@ def differences(a: Side, b: Side) -> Difference:
                 name=check_id,
                 before=old.get("verdict", "not judged"),
                 after=new.get("verdict", "not judged"),
-                why=_why(new) or _why(old),
+                reason=_why(new) or _why(old),
             )
             verdicts.append(change)
         kinds += _counts(old.get("kinds", {}), new.get("kinds", {}), f"{check_id}: ")
@@ -294,7 +294,7 @@ def _changes(old: Any, new: Any, path: str = "") -> list[Change]:
         ]
     if _equal(old, new):
         return []
-    return [Change(name=path, before=_shown(old), after=_shown(new), why=_place(old, new))]
+    return [Change(name=path, before=_shown(old), after=_shown(new), reason=_place(old, new))]
 
 
 def _equal(old: Any, new: Any) -> bool:

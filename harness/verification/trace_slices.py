@@ -37,7 +37,7 @@ class Slices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Wanted:
+class _Target:
     """The finding that a slice must show: of this check and kind, about this request if any."""
 
     check: str
@@ -81,14 +81,14 @@ def write_slices(
             missing = "no slice that is small enough to be mailed shows its first finding"
             yield Slices(check=check_id, files={}, missing=missing)
             continue
-        wanted, part = found
+        target, part = found
         _write(files, folder, check_id, "first", part)
         most = worst.get(check_id)
-        if most is not None and most.request != wanted.request:
+        if most is not None and most.request != target.request:
             other = _worst_slice(check_id, most)
             if other is not None:
                 _write(files, folder, check_id, "worst", other)
-        smallest = _minimal(part, wanted)
+        smallest = _minimal(part, target)
         if len(smallest.events) < len(part.events):
             _write(files, folder, check_id, "minimal", smallest)
         yield Slices(check=check_id, files=files)
@@ -107,20 +107,20 @@ def _write(files: dict[str, str], folder: Path, check_id: str, name: str, part: 
 
 def _first_slice(
     trace: TraceFile, survey: Survey, check_id: str, place: FoundPlace
-) -> tuple[_Wanted, Trace] | None:
+) -> tuple[_Target, Trace] | None:
     """Return the first finding of a check in an episode, and a slice that shows it."""
     for item in survey.findings:
         if (item.check, item.episode) != (check_id, place.episode):
             continue
         request = item.finding["where"].get("request")
-        wanted = _Wanted(
+        target = _Target(
             check=check_id,
             kind=item.finding["kind"],
             request=request if isinstance(request, str) else "",
         )
-        part = _slice(trace, survey, place.episode, wanted, item.last)
+        part = _slice(trace, survey, place.episode, target, item.last)
         if part is not None:
-            return wanted, part
+            return target, part
     return None
 
 
@@ -129,22 +129,22 @@ def _worst_slice(check_id: str, place: FoundPlace) -> Trace | None:
     trace, survey = _surveyed(place.path)
     kinds = [item.finding["kind"] for item in survey.findings if item.check == check_id]
     for kind in kinds:
-        wanted = _Wanted(check=check_id, kind=kind, request=place.request)
-        part = _slice(trace, survey, place.episode, wanted, float("inf"))
+        target = _Target(check=check_id, kind=kind, request=place.request)
+        part = _slice(trace, survey, place.episode, target, float("inf"))
         if part is not None:
             return part
     return None
 
 
 def _slice(
-    trace: TraceFile, survey: Survey, episode: int, wanted: _Wanted, last: float
+    trace: TraceFile, survey: Survey, episode: int, target: _Target, last: float
 ) -> Trace | None:
     """Return a slice that shows a finding: what concerns its request, or all that was before."""
-    place = survey.place_of(wanted.request) if wanted.request else None
+    place = survey.place_of(target.request) if target.request else None
     if place is not None and place.episode == episode:
         # from the start: which weights a server had is told there
-        part = trace.slice(survey, episode, 0, place.last, only=wanted.request)
-        if _fits(part, wanted):
+        part = trace.slice(survey, episode, 0, place.last, only=target.request)
+        if _fits(part, target):
             return part
         last = max(place.last, last) if last != float("inf") else place.last
     if survey.events > _EVENTS:
@@ -154,14 +154,14 @@ def _slice(
     else:
         low = 0
     part = trace.slice(survey, episode, low, last)
-    return part if len(part.events) <= _EVENTS and _fits(part, wanted) else None
+    return part if len(part.events) <= _EVENTS and _fits(part, target) else None
 
 
-def _fits(part: Trace, wanted: _Wanted) -> bool:
-    return wanted.shown_by(judge(part))
+def _fits(part: Trace, target: _Target) -> bool:
+    return target.shown_by(judge(part))
 
 
-def _minimal(part: Trace, wanted: _Wanted) -> Trace:
+def _minimal(part: Trace, target: _Target) -> Trace:
     """Return the smallest slice, reached by leaving events out, that shows the finding and fails no
     check that ``part`` passes.
     """
@@ -174,7 +174,7 @@ def _minimal(part: Trace, wanted: _Wanted) -> Trace:
             judgement = judge(smaller, registry)
         except RollproofError:
             return False
-        return allowed.issuperset(judgement.failed) and wanted.shown_by(judgement)
+        return allowed.issuperset(judgement.failed) and target.shown_by(judgement)
 
     return Trace(header=part.header, events=tuple(_reduced(part.events, shows)))
 

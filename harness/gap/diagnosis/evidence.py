@@ -121,20 +121,20 @@ def gather_evidence(pairs: TokenPairs) -> Evidence:
     """Return the evidence of ``pairs``, or of a sample of complete sequences if they are many."""
     pairs = sample_sequences(pairs)
     finite = pairs.finite
-    known = pairs if finite.all() else pairs.select(finite)
-    d = known.trainer - known.rollout
+    finite_pairs = pairs if finite.all() else pairs.select(finite)
+    d = finite_pairs.trainer - finite_pairs.rollout
     if not len(d):
         return Evidence(tokens=0)
     # expm1 keeps the digits that rho - 1 loses for small d
     excess = np.expm1(np.clip(d, -80, 20))
     mean = float(excess.mean())
-    by_sequence = np.add.reduceat(excess, known.starts)
-    count = known.n_sequences
-    squares = ((by_sequence - mean * known.lengths) ** 2).sum()
+    by_sequence = np.add.reduceat(excess, finite_pairs.starts)
+    count = finite_pairs.n_sequences
+    squares = ((by_sequence - mean * finite_pairs.lengths) ** 2).sum()
     error = float(np.sqrt(squares * count / max(count - 1, 1))) / len(d)
     # an error that is rounding alone says nothing
     z = mean / error if error > 1e-12 * abs(mean) and count > 1 else 0.0
-    far = np.add.reduceat((np.abs(d) > np.log(2)).astype(np.float64), known.starts)
+    far = np.add.reduceat((np.abs(d) > np.log(2)).astype(np.float64), finite_pairs.starts)
     signs = Evidence(
         tokens=len(d),
         size=float(np.abs(d).mean()),
@@ -143,15 +143,15 @@ def gather_evidence(pairs: TokenPairs) -> Evidence:
         rho_excess=mean,
         rho_z=z,
         rho_chance=float(2 * stats.t.sf(abs(z), count - 1)) if count > 1 else 1.0,
-        explained=_explained(known.rollout, d, known.owner % 2),
-        pearson=_correlation(known.rollout, known.trainer),
-        apart=float(np.median(far / known.lengths)),
+        explained=_explained(finite_pairs.rollout, d, finite_pairs.owner % 2),
+        pearson=_correlation(finite_pairs.rollout, finite_pairs.trainer),
+        apart=float(np.median(far / finite_pairs.lengths)),
         lagged={step: _lagged_correlation(pairs, step) for step in (-1, 1)},
         shift=logprob_shift(pairs),
         routes=_route_evidence(pairs),
     )
     if signs.little_in_common:
-        signs = replace(signs, agreeing=agreeing_parts(known))
+        signs = replace(signs, agreeing=agreeing_parts(finite_pairs))
     return signs
 
 

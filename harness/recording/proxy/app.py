@@ -152,7 +152,7 @@ class ProxyApp:
             path=path,
             query=dict(parse_qsl(query, keep_blank_values=True)) if query else {},
             headers=dict(scope["headers"]),
-            body=b"" if body.is_long else body.kept,
+            body=b"" if body.is_long else body.recorded,
             body_too_long=body.is_long,
             began=self._clock(),
         )
@@ -185,7 +185,7 @@ class ProxyApp:
             scope["method"],
             self._url.copy_with(raw_path=_raw_path(self._url, scope)),
             headers=[*headers, (b"host", self._url.netloc)],
-            content=body.stream() if body.is_long else body.kept or None,
+            content=body.stream() if body.is_long else body.recorded or None,
         )
         try:
             response = await self._client.send(request, stream=True)
@@ -205,31 +205,31 @@ class ProxyApp:
             "status": response.status_code,
             "headers": _message_headers(response.headers.raw, keep_host=True),
         }
-        kept = None if exchange is None else self._kept_reply(exchange, response)
-        if kept is not None and kept.is_complete:
-            self._end(kept.exchange, How.COMPLETE)
+        recorded = None if exchange is None else self._kept_reply(exchange, response)
+        if recorded is not None and recorded.is_complete:
+            self._end(recorded.exchange, How.COMPLETE)
         await send(start)
         try:
             async for chunk in response.aiter_raw():
-                if kept is not None:
-                    kept.take(chunk)
+                if recorded is not None:
+                    recorded.take(chunk)
                     # its client may go on as soon as it has the end of the reply: what it does then
                     # comes later in the trace
-                    if kept.is_complete:
-                        self._end(kept.exchange, How.COMPLETE)
+                    if recorded.is_complete:
+                        self._end(recorded.exchange, How.COMPLETE)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except httpx.HTTPError as error:
             self.traffic.broken += 1
-            if kept is not None:
-                kept.finish()
-                self._end(kept.exchange, How.BROKEN, one_line(repr(error)))
+            if recorded is not None:
+                recorded.finish()
+                self._end(recorded.exchange, How.BROKEN, one_line(repr(error)))
             # the client is to see that the reply was cut, as it would without the proxy
             raise ReplyCut(str(error)) from error
         finally:
-            if kept is not None:
-                kept.finish()
-        if kept is not None:
-            self._end(kept.exchange, How.COMPLETE)
+            if recorded is not None:
+                recorded.finish()
+        if recorded is not None:
+            self._end(recorded.exchange, How.COMPLETE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _kept_reply(self, exchange: Exchange, response: httpx.Response) -> KeptReply:
@@ -264,7 +264,7 @@ class _Body:
     """
 
     def __init__(self, receive: Receive, most: int) -> None:
-        self.kept: bytes = b""
+        self.recorded: bytes = b""
         self.is_long: bool = False
         self.client_left: bool = False
         self._receive = receive
@@ -287,12 +287,12 @@ class _Body:
                 break
             message = await self._receive()
         self.is_long = bool(message.get("more_body", False))
-        self.kept = parts[0] if len(parts) == 1 else b"".join(parts)
+        self.recorded = parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield what was read, and then the rest as it comes."""
-        yield self.kept
-        self.kept = b""
+        yield self.recorded
+        self.recorded = b""
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
