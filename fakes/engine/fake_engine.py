@@ -200,13 +200,13 @@ class FakeEngine:
             queued.draw = FirstDraw(seed=queued.draw.seed, taken=siblings)
         return await self._answer(queued)
 
-    async def abort(self, wanted: str = "*") -> tuple[int, ...]:
-        """End the calls with the handle ``wanted`` (``"*"``: all calls), and return their ids.
+    async def abort(self, handle: str = "*") -> tuple[int, ...]:
+        """End the calls with ``handle`` (``"*"``: all calls), and return their ids.
 
         Their callers get the tokens so far.
         """
         self._refuse_dead()
-        return await self._abort(wanted, self._named(wanted))
+        return await self._abort(handle, self._named(handle))
 
     async def abort_call(self, call_id: int) -> tuple[int, ...]:
         """End one call, by its id in the trace, if it is in flight; what a case's abort does."""
@@ -222,18 +222,18 @@ class FakeEngine:
         A call without a handle of the stack's own ends alone.
         """
         own = _made_up_handle(call_id)
-        wanted = next((call.rid for call in self.in_flight if call.call_id == call_id), own)
-        if wanted == own:
+        handle = next((call.rid for call in self.in_flight if call.call_id == call_id), own)
+        if handle == own:
             return await self.abort_call(call_id)
         self._refuse_dead()
-        return await self._abort(wanted, self._named(wanted), injected=True)
+        return await self._abort(handle, self._named(handle), injected=True)
 
-    def _named(self, wanted: str) -> list[InflightCall]:
-        by_prefix = self.flavour.abort_by_prefix and wanted
+    def _named(self, handle: str) -> list[InflightCall]:
+        by_prefix = self.flavour.abort_by_prefix and handle
         return [
             call
             for call in self.in_flight
-            if wanted == "*" or call.rid == wanted or (by_prefix and call.rid.startswith(wanted))
+            if handle == "*" or call.rid == handle or (by_prefix and call.rid.startswith(handle))
         ]
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
@@ -515,13 +515,13 @@ class FakeEngine:
         )
 
     async def _abort(
-        self, wanted: str, calls: Sequence[InflightCall], *, injected: bool = False
+        self, handle: str, calls: Sequence[InflightCall], *, injected: bool = False
     ) -> tuple[int, ...]:
         # a call with a cancelled caller is about to be dropped
         awaited = [call for call in calls if not call.future.cancelled()]
         hit = tuple(sorted(call.call_id for call in awaited))
         self._recorder.record(
-            Abort(server_id=self.server_id, wanted=wanted, call_ids=hit, injected=injected)
+            Abort(server_id=self.server_id, wanted=handle, call_ids=hit, injected=injected)
         )
         await self._end_all(awaited)
         return hit

@@ -107,7 +107,11 @@ class Release:
     def known_as(self, version: str) -> str:
         """``version`` as ``versions`` has it: a commit may be abbreviated from seven digits on."""
         return next(
-            (known for known in self.versions if self.repository and _same_commit(known, version)),
+            (
+                candidate
+                for candidate in self.versions
+                if self.repository and _same_commit(candidate, version)
+            ),
             version,
         )
 
@@ -119,7 +123,9 @@ class Release:
         """
         if version in self.versions or not _RELEASED.match(version):
             return version if version in self.versions else self.versions[-1]
-        older = [known for known in self.versions if _numbers(known) <= _numbers(version)]
+        older = [
+            candidate for candidate in self.versions if _numbers(candidate) <= _numbers(version)
+        ]
         return max(older, key=_numbers, default=self.versions[0])
 
     def install(self, version: str | None = None, *, again: bool = False) -> str:
@@ -131,8 +137,8 @@ class Release:
         # A package index has versions that the adapters do not know; of a repository only the
         # known commits are sure to exist.
         indexed = self.repository is None and _RELEASED.match(version or "")
-        known = version in self.versions or indexed
-        target = version if version and known else self.versions[-1]
+        installable = version in self.versions or indexed
+        target = version if version and installable else self.versions[-1]
         commands = [f"python -m pip install -r {requirements_file(self.stack)}"]
         if self.no_deps:
             commands.append(f"python -m pip install --no-deps {' '.join(self.no_deps)}")
@@ -243,7 +249,7 @@ def checked_out(folder: Path, release: Release) -> str:
         sys.path[:0] = roots
     commit = _commit(folder)
     version = next(
-        (known for known in release.versions if commit.startswith(known)),
+        (candidate for candidate in release.versions if commit.startswith(candidate)),
         commit[:9] or "unversioned",
     )
     return with_changes(version, changed_files(folder, release))
@@ -323,8 +329,10 @@ def imported_from(folder: Path, release: Release) -> str | None:
     return str(file)
 
 
-def _same_commit(known: str, version: str) -> bool:
-    return len(version) >= _ABBREVIATED and (version.startswith(known) or known.startswith(version))
+def _same_commit(candidate: str, version: str) -> bool:
+    return len(version) >= _ABBREVIATED and (
+        version.startswith(candidate) or candidate.startswith(version)
+    )
 
 
 def _commit(folder: Path) -> str:

@@ -171,14 +171,14 @@ def runs_of_report(
             f"This is no report of `rollproof verify --json` ({show(str(error))})."
         ) from error
     grouped: dict[tuple[str, str, str], dict[str, StoredPart]] = {}
-    for (what, title, release, part), found in stored:
-        of_release = grouped.setdefault((what, title, release), {})
+    for (category, title, release, part), found in stored:
+        of_release = grouped.setdefault((category, title, release), {})
         if part in of_release:
             raise UsageError(f"The report holds {title} {release}, {part}, twice.")
         of_release[part] = found
     return [
         StoredRun(
-            results=what,
+            results=category,
             name=title,
             version=release,
             date=date,
@@ -187,7 +187,7 @@ def runs_of_report(
             seed=seed,
             parts=of_release,
         )
-        for (what, title, release), of_release in grouped.items()
+        for (category, title, release), of_release in grouped.items()
     ]
 
 
@@ -211,22 +211,22 @@ def _identity(
                 f" {recipe['stack']} {recipe['version']}."
             )
         return "stack", str(recipe["stack"]), str(recipe["version"]), str(recipe["part"])
-    what = next((kind for key, kind in _KINDS.items() if key in recipe), "subject")
-    part = str(recipe.get(what) or report["subject"])
+    category = next((kind for key, kind in _KINDS.items() if key in recipe), "subject")
+    part = str(recipe.get(category) or report["subject"])
     if version is None:
         raise UsageError(f"The report does not say which version of {part} was judged: --version.")
-    return what, name or part, version, part
+    return category, name or part, version, part
 
 
 def _command(identity: tuple[str, str, str, str], profile: str, seed: int) -> str:
     """Return the command that judges a part again."""
-    what, name, version, part = identity
+    category, name, version, part = identity
     options = {
         "stack": f"--stack {shlex.quote(f'{name}=={version}')} --part {shlex.quote(part)}",
         "engine": f"--engine {shlex.quote(part)}",
         "subject": f"--subject {shlex.quote(part)}",
     }
-    return f"rollproof verify {options[what]} --profile {profile} --seed {seed}"
+    return f"rollproof verify {options[category]} --profile {profile} --seed {seed}"
 
 
 def _part(report: Mapping[str, Any], command: str) -> StoredPart:

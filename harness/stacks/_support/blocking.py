@@ -39,15 +39,15 @@ class BlockingProcess:
         # not a threading.Thread, which a virtual loop refuses: this one never runs beside the loop
         _thread.start_new_thread(main, ())
         while True:
-            asked = self._asked.get()
-            if isinstance(asked, _Ended):
-                if asked.error is not None:
-                    raise asked.error
+            request = self._asked.get()
+            if isinstance(request, _Ended):
+                if request.error is not None:
+                    raise request.error
                 return
             # a cancellation too: otherwise the thread would wait for ever
             answer: BaseException | None = None
             try:
-                await asked
+                await request
             except BaseException as error:  # noqa: BLE001 - handed to who waits
                 answer = error
             self._answers.put(answer)
