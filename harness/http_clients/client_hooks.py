@@ -78,6 +78,7 @@ def requests_adapter(**options: Any) -> requests.adapters.HTTPAdapter:
     library = _library("requests")
 
     class Tagging(library.adapters.HTTPAdapter):  # type: ignore[misc, name-defined]  # imported when it is called
+        # requests leaves this method empty for subclasses, and calls it for redirects, too
         def add_headers(self, request: Any, **sending: Any) -> None:
             request.headers.update(headers(request.url))
 
@@ -106,6 +107,7 @@ def _with_hooks(
 ) -> Mapping[str, Any]:
     """Return the options of a client with one more hook before each call."""
     own = options.get("event_hooks") or {}
+    # the user's own first: one may change the URL, by which the tag is chosen
     requests_hooks = [*own.get("request", ()), *hooks["request"]]
     return {**options, "event_hooks": {**own, "request": requests_hooks}}
 

@@ -71,6 +71,7 @@ def headers(url: str) -> Mapping[str, str]:
         if running is not None:
             running.elsewhere = running.elsewhere or f"{address[0]}:{address[1]}"
         return {}
+    # before the rollout is looked at: a judge that a rollout calls makes no part of its sample
     if _INSIDE.get():
         return {ROLLOUT_HEADER: INTERNAL}
     if running is None:
@@ -168,6 +169,7 @@ class _Reported:
         kwargs: Mapping[str, Any],
     ) -> None:
         self.native: Any = None
+        # no counter: workers in several processes report to one server
         self._running = _Running(uuid.uuid4().hex)
         self._to_record = to_record
         self._request = (
@@ -235,6 +237,7 @@ class _Reported:
         text = describe_error_with_place(error)
         try:
             self._end(Result(request_id=self._running.name, error=text))
+        # the error of the user's code is what matters, and must not be replaced by this one
         except UsageError as refusal:
             error.add_note(f"rollproof: {refusal}")
 

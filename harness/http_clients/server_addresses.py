@@ -30,6 +30,7 @@ def environment(urls: Sequence[str]) -> Mapping[str, str]:
         SERVERS: ",".join(urls),
         "OPENAI_BASE_URL": f"{urls[0]}/v1",
         "OPENAI_API_KEY": "rollproof",
+        # clients differ in which of the two spellings they read
         **{name: _without_proxy(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")},
     }
 

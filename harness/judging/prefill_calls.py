@@ -44,6 +44,7 @@ def add_internal_prefills(view: RequestView, calls: Iterable[Attempt]) -> None:
     least, total = len(view.request.prompt_ids), view.total_ids
     for call in calls:
         sent = call.call.prompt_ids
+        # a request before this one may have had the same prompt, as in an earlier epoch
         if call.call.index < view.submit.index:
             continue
         if len(sent) >= least and total[: len(sent)] == sent:

@@ -96,6 +96,7 @@ def set_attempts(view: RequestView, attempts: Sequence[Attempt]) -> None:
     view.attempts[:] = attempts
     for number, attempt in enumerate(view.attempts):
         attempt.number = number
+        # it was read off the call that followed, which may be another one now
         attempt.partial = None
     view.settle()
     assign_partial_replies(view)
@@ -139,6 +140,8 @@ def _given_up(call: Attempt, attempts: Sequence[Attempt]) -> bool:
     reply = call.consumed
     if reply is None or not call.stopped_by_stack or not reply.output.token_ids:
         return False
+    # an engine returns what it had when it was aborted. A stack that then sends the old prompt
+    # has dropped these tokens: the call made no part of the sample
     later = next((other for other in attempts if other.call.index > reply.index), None)
     return later is not None and later.call.prompt_ids == call.call.prompt_ids
 
@@ -222,6 +225,8 @@ def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None,
     start = len(race[0].call.prompt_ids)
     fits = {id(call): _fit(call, shown, start) for call in received}
     values = {id(call): values_of(view, call, start) for call in received}
+    # tokens first, then values, then habits: at temperature 0 replies to one prompt have the same
+    # tokens, and only what came with them tells which one was used
     best = max(
         received,
         key=lambda call: (*fits[id(call)], *values[id(call)], *_likely(call, shown, start)),

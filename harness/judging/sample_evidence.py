@@ -34,6 +34,7 @@ def values_of(view: RequestView, call: Attempt, start: int) -> tuple[int, int, b
     if rollout is None or not tokens or view.total_ids[start : start + len(tokens)] != tokens:
         return 0, 0, False
     first = start - len(rollout.prompt_ids)
+    # its tokens lie in the sample's prompt, where a sample has no logprobs to compare
     if first < 0:
         return 0, 0, False
     return (
@@ -48,6 +49,8 @@ def _equal_logprobs(rollout: Rollout, output: EngineOutput, first: int) -> int:
         return 0
     held = rollout.logprobs[first : first + len(output.token_ids)]
     common = min(len(held), len(output.logprobs))
+    # no tolerance: the same tokens under the next weights have logprobs that are nearly the same,
+    # and which of two such replies was used is the question here
     return int(np.sum(held[:common] == output.logprobs[:common]))
 
 
@@ -55,6 +58,7 @@ def _equal_rows(rollout: Rollout, output: EngineOutput, start: int) -> int:
     """Return how many rows are equal, from that of the last token that the call sent on."""
     if rollout.routes is None or output.routes is None:
         return 0
+    # rows of the prompt may stem from an earlier call, so they do not show which reply was used
     begin = max(start - 1, rollout.routes_start, output.routes_start)
     held = rollout.routes[begin - rollout.routes_start :]
     rows = output.routes[begin - output.routes_start :]

@@ -36,6 +36,7 @@ def cut_at_stops(attempt: Attempt, stops: OwnStops, before: Sequence[int] = ()) 
     if reply is None or found is None:
         return
     end, sequence = found
+    # a sequence may begin in the reply before: then nothing of this one is kept
     kept = end if stops.kept else max(0, end - len(sequence))
     attempt.cut = StopCut(
         reply=_shortened(reply, kept, len(attempt.call.prompt_ids), _finish(reply, end)),
@@ -71,6 +72,7 @@ def cut_turns(view: RequestView) -> None:
                 dropped=earlier.dropped + reply.output.token_ids,
                 reaches_back=len(earlier.dropped) + over,
             )
+        # by all tokens so far: a call that sends exactly these goes on with the turn
         turns[sent + reply.output.token_ids] = (sampled + reply.output.token_ids, attempt)
 
 
@@ -88,6 +90,7 @@ def _shortened(reply: Reply, count: int, sent: int, finish: FinishReason) -> Rep
     output = reply.output
     if count == len(output.token_ids):
         return replace(reply, output=replace(output, finish_reason=finish))
+    # the last token has no row: no forward pass has taken it as an input
     rows = max(0, sent + count - 1 - output.routes_start)
     return replace(
         reply,

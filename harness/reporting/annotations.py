@@ -132,10 +132,12 @@ def _place(location: Mapping[str, Any], root: Path) -> dict[str, str]:
 
 
 def _data(text: str) -> str:
+    # the percent sign first, or the escapes that follow would be escaped themselves
     return _encodable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
+    # a comma ends a property, and two colons end all of them
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 

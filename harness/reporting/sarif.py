@@ -121,6 +121,7 @@ def _result(
         "locations": _locations(report, finding, root),
         "partialFingerprints": {
             "rollproofFinding/v1": hashlib.sha256(
+                # a subject's name may hold bytes of a file name that are no UTF-8
                 print_of.encode("utf-8", "backslashreplace")
             ).hexdigest()
         },
@@ -130,6 +131,7 @@ def _result(
             if value not in ("", None)
         },
     }
+    # left out, it would look fixed to a service, and new on the day its entry is removed
     if check["verdict"] == "expected fail":
         justification = {"kind": "external", "justification": _cut(check["reason"])}
         result["suppressions"] = [justification]
@@ -168,6 +170,7 @@ def _locations(
 
 
 def _uri(path: str) -> str:
+    # a space or a `%` is no part of a URI; bytes that are no UTF-8 are quoted as they are
     return quote(path, errors="surrogateescape")
 
 

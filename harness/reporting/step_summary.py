@@ -58,6 +58,7 @@ def append_step_summary(run: ReportedRun | None, failures: Sequence[Annotation] 
     file = Path(name)
     try:
         used = file.stat().st_size if file.exists() else 0
+        # GitHub refuses all of a step's summary that is too large, also what others wrote to it
         if used > _BYTES - _LEAST:
             return f"The summary of the step is full ({used:,} bytes), and this run is not in it."
         with file.open("ab") as stream:
@@ -81,6 +82,7 @@ def step_summary_text(
     if run is None:
         blocks.insert(0, "## rollproof: FAIL\n")
     else:
+        # what is needed most comes first: what does not fit is left out from the end
         blocks = [
             *_head(run),
             *blocks,
@@ -90,6 +92,7 @@ def step_summary_text(
         ]
     size = 0
     kept: list[str] = []
+    # whole blocks only: one cut within <details> would fold away all that follows it
     for block in blocks:
         size += len(text_bytes(block)) + 1
         if size > most - _SPARE:

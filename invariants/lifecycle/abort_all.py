@@ -107,6 +107,7 @@ class LifecycleEndSparesOthers(EventCheck):
 
     def _advance(self, event: Event, out: Collector) -> None:
         """Judge the previous moment when a new one begins."""
+        # within a moment the end of a request and the abort that it sets off come in either order
         if event.time != self._time:
             self._judge_moment(out)
             self._time = event.time

@@ -54,6 +54,7 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
     if (
         _budget_used(view, last)
         or ends_with_eos(view, last)
+        # a later call was never answered: the stack did resume, and had to give up
         or any(attempt.consumed is None for attempt in view.attempts[last.number :])
     ):
         return

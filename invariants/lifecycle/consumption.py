@@ -106,6 +106,7 @@ def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None
             tokens = reply.output.token_ids
             if (
                 tokens
+                # a policy may repeat itself: then one reply explains both, and nothing is wrong
                 and not junction.explained
                 and junction.added == (*tokens, *tokens, *junction.tail)
             ):

@@ -79,6 +79,7 @@ class LifecycleNoOrphanCalls(EventCheck):
         if event.call_id is not None:
             self._open.pop(event.call_id, None)
         elif event.what == "death":
+            # what a dead server ran has ended with it, and no abort could reach it
             self._open = {
                 call_id: call
                 for call_id, call in self._open.items()

@@ -49,6 +49,7 @@ def lifecycle_cut_turns_not_answered(view: RequestView, out: Collector) -> None:
         if limited or _was_cut(view, answer):
             trained = _trained(delivered, begin, answer.start)
             surfaced = delivered.rollout.finish_reason in _UNFINISHED
+            # a fragment that is masked out, or says that it is one, teaches nothing wrong
             if trained and not surfaced:
                 if limited:
                     _answered_at_the_limit(view, number, answer, size, out)
@@ -86,6 +87,7 @@ def _at_its_limit(view: RequestView, answer: Answer, size: int) -> bool:
 def _trained(delivered: Delivery, begin: int, end: int) -> int:
     """Return how many of the reference's tokens from ``begin`` to ``end`` the sample trains on."""
     mask = delivered.rollout.loss_mask
+    # stitch.mask-shape reports such a mask, whose places mean nothing
     if mask is not None and len(mask) != len(delivered.rollout.response_ids):
         return 0
     return sum(
@@ -175,6 +177,7 @@ def lifecycle_ended_turns_answered(view: RequestView, out: Collector) -> None:
         return
     reference, rollout = delivered.reference, delivered.rollout
     limits = view.contract.limits or RolloutLimits()
+    # a limit counts turns of the model, and the environment speaks only between them
     most = len(turns) if limits.turns is None else min(limits.turns - 1, len(turns))
     answered = len(reference.answers)
     if answered >= most:

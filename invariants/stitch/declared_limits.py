@@ -43,6 +43,7 @@ def stitch_limits_kept(view: RequestView, out: Collector) -> None:
     if delivered is None or limits is None:
         return
     budget = view.request.budget
+    # one mistake, one finding: the grant is why the sample is too long
     if budget is not None and overgranted(view, budget):
         out.absent("a call was granted too much (stitch.budget-granted)")
         return

@@ -113,6 +113,7 @@ def _reason_is_right(
     cut = delivered.count < len(delivered.reference.response_ids) or any(
         run.attempt < 0 for run in delivered.reference.runs
     )
+    # the stack cut the sample, or the environment's words filled it: no engine could say so
     if sample_reason == FinishReason.LENGTH and cut:
         return True
     if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):

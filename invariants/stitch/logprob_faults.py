@@ -29,6 +29,7 @@ def describe_wrong_logprobs(
     """
     examined = list(wrong[:_MAX_EXAMINED])
     return (
+        # the oracle scores a sample anew for each version: causes that the values show come first
         _rounded(expected, actual, examined)
         or _shifted(expected, actual, examined)
         or _zeros_replaced(expected, examined)
@@ -103,6 +104,7 @@ def _tempered(
 ) -> str:
     """Return that the values were divided or multiplied by the temperature of the request."""
     temperature = view.request.sampling.get("temperature")
+    # greedy sampling (0) has no quotient, and 1 changes no value
     if not isinstance(temperature, float) or temperature in (0.0, 1.0):
         return ""
     for factor, done in ((1 / temperature, "divided"), (temperature, "multiplied")):

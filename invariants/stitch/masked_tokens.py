@@ -99,6 +99,7 @@ def _places(
     mask = delivered.rollout.loss_mask
     assert mask is not None
     if reason in (MaskedTokens.TRUNCATED, MaskedTokens.ABORTED):
+        # overlong filtering leaves out a sample altogether: a mask of a part has another cause
         whole = not any(mask[start : start + len(run.ids)].any() for run, start in runs)
         if whole and (_truncated if reason is MaskedTokens.TRUNCATED else _aborted)(delivered):
             yield from _all(runs)

@@ -153,6 +153,7 @@ def stitch_mask(view: RequestView, out: Collector) -> None:
     out.exercised("sampled tokens with loss mask 1", scan.trained)
     out.exercised("sampled tokens masked out as declared", scan.declared)
     if not scan.unexplained:
+        # a common habit that explains the whole mask is likely meant: ask, and raise no alarm
         if scan.undeclared:
             reasons = listing(repr(str(reason)) for reason in scan.undeclared)
             out.absent(

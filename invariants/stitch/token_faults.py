@@ -82,6 +82,7 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
         )
     elif not missing:
         title, kind, hint = _added(view, sampled, start, extra, segment)
+    # the same tokens elsewhere: replies overtook each other, and no text was tokenized anew
     elif sorted(missing) == sorted(extra):
         kind = "tokens are in another order"
         title = (
@@ -202,6 +203,7 @@ def _is_end(view: RequestView, tokens: tuple[int, ...]) -> bool:
 def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
     """Return which other request or lost reply these tokens come from."""
     for other in view.neighbours:
+        # a single token is shared by chance too often to blame another request for it
         long_enough = len(tokens) > 1 and contains(other.stitched.response_ids, tokens)
         if long_enough or _is_sample_of(view, other):
             return (

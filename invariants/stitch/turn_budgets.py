@@ -58,6 +58,7 @@ def stitch_turn_budget(view: RequestView, out: Collector) -> None:
             reply is None
             or granted is None
             or reply.output.finish_reason is not FinishReason.LENGTH
+            # length before that is the engine's own limit, such as its context
             or len(reply.output.token_ids) < granted
             or ends_with_eos(view, attempt)
         ):

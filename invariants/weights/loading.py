@@ -129,8 +129,10 @@ class WeightsUpdateLoads(EndAwareCheck):
         update.ended = event.index
         if event.phase is UpdatePhase.FAILED:
             return
+        # one that was away may have missed the transfer, which is no fault of the update
         for server in self._held.keys() - update.away:
             due = self._due.get(server)
+            # updates may end in another order than that of their weights: the newest are due
             if due is None or not _is_older(update.version, due.version):
                 self._due[server] = update
         if update.reached.intersection(name for name, due in self._due.items() if due is update):

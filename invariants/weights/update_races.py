@@ -68,6 +68,7 @@ class _SimultaneousUpdates(EventCheck):
                 self.overlapped.add(event.server_id)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
+        # a server that starts again is not paused, though nobody has resumed it
         self._paused.discard(dead_server(event))
 
     def finish(self, out: Collector) -> None:
@@ -244,6 +245,7 @@ class WeightsOneLoadPerVersion(EventCheck):
     def on_fault(self, event: Fault, out: Collector) -> None:
         # A reload after a failure is a repair, not a repetition.
         if event.what in ("death", "revive", "update-failure"):
+            # on all servers: a stack may repeat an update everywhere to repair one of them
             self._loaded.clear()
 
     def on_weights(self, event: Weights, out: Collector) -> None:

@@ -20,6 +20,7 @@ from rollproof.gap.dumps.dumped_samples import Dump, DumpedSample
 
 __all__ = ["Dump", "DumpedSample", "read_dump"]
 
+# SkyRL last: it takes every pickle, whoever wrote it
 _FORMATS: Sequence[tuple[Callable[[Path], bool], Callable[[Path], Dump]]] = (
     (nemo_rl.is_one, nemo_rl.read),
     (verifiers.is_one, verifiers.read),

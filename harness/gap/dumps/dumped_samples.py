@@ -93,6 +93,8 @@ def whole_sequence(
                 f" {values.shape}: one is needed for each token."
             )
     counted: IntArray = np.flatnonzero(columns["mask"])
+    # such a dump does not say where its prompt ends. One without a trained token is all prompt, and
+    # adds nothing to the gap
     if first is None:
         first = int(counted[0]) if len(counted) else len(token_ids)
     rollout = Rollout(

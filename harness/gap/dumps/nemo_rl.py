@@ -51,6 +51,7 @@ def read(path: Path) -> Dump:
         for file in files
         for number, line in read_lines(file, _Line)
     ]
+    # a sample may be 0 throughout, if each of its tokens was certain: a whole dump is not
     skipped = all(
         sample.trainer_logprobs is None or not sample.trainer_logprobs.any() for sample in samples
     )
@@ -65,6 +66,7 @@ def read(path: Path) -> Dump:
 
 
 def _step(file: Path) -> tuple[int, str]:
+    # as text step 10 would come before step 2
     number = file.stem.removeprefix("train_data_step")
     return (int(number) if number.isdigit() else -1, file.name)
 
@@ -78,6 +80,7 @@ def _sample(file: Path, number: int, line: _Line, name: str) -> DumpedSample:
                 " line."
             )
     length = line.input_lengths[0]
+    # padding that stays would count as tokens of the response
     columns = {column: lists[column][0][:length] for column in _COLUMNS}
     if length < 0 or len(columns["token_ids"]) != length:
         raise GapError(
@@ -87,6 +90,7 @@ def _sample(file: Path, number: int, line: _Line, name: str) -> DumpedSample:
     return whole_sequence(
         name,
         token_ids=columns["token_ids"],
+        # a sample that is filtered out has 0 here, and its tokens keep the mask that they had
         mask=np.asarray(columns["token_loss_mask"]) * line.sample_loss_mask[0],
         rollout_logprobs=columns["generation_logprobs"],
         trainer_logprobs=columns["prev_logprobs"],

@@ -52,6 +52,7 @@ class _Unpickler(pickle.Unpickler):
         found = self._find(module, name)
         return Ignored if found is None else found
 
+    # such an id names data outside the pickle, as torch's storages are: none of it is looked up
     def persistent_load(self, _pid: Any, /) -> Any:
         return Ignored()
 

@@ -43,6 +43,7 @@ def _rebuilt(_kind: Any, state: Any) -> _Batch:
 
 
 def _stand_in(module: str, name: str) -> Any:
+    # its last part alone, so that a fork, or a package that moved, is read as well
     if module.rpartition(".")[2] != _MODULE:
         return None
     return {"_rebuild_tensor_batch": _rebuilt, "TrainingInputBatch": _Batch}.get(name)
@@ -71,6 +72,7 @@ def read(path: Path) -> Dump:
         )
     columns = _columns(path, stored)
     metadata = state.get("metadata")
+    # the last rows only fill the batch up, so that it divides among the ranks
     padding = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
     rows = len(columns["sequences"]) - (padding if isinstance(padding, int) else 0)
     samples = [_sample(f"{path.stem}/{row}", columns, row) for row in range(rows)]

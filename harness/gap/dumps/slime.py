@@ -49,6 +49,7 @@ def read(path: Path) -> Dump:
         # those of evaluations are named eval_ID.pt, and are not trained on
         files = [file for file in path.glob(f"{_SAMPLED}/*.pt") if "eval" not in file.stem]
         samples = [sample for file in sorted(files, key=_number) for sample in _samples(file, {})]
+    # if some lack them, none are used: the gap of a part chosen by chance would mislead
     lacking = sum(sample.trainer_logprobs is None for sample in samples)
     return Dump(
         framework="slime",
@@ -92,6 +93,7 @@ def _versions(file: Path) -> dict[int, Version]:
 
 def _one_version(sample: Mapping[str, Any]) -> Version:
     labels = sample.get("weight_versions") or []
+    # a partial rollout has several, and none of them is true of all its tokens
     same = isinstance(labels, list) and len(set(map(str, labels))) == 1
     return str(labels[0]) if same else None
 
@@ -129,6 +131,7 @@ def _sample(name: str, file: Path, sample: Mapping[str, Any], version: Version) 
     return whole_sequence(
         name,
         token_ids=tokens.astype(np.int64),
+        # rollout data is written before slime zeroes the mask of a removed sample
         mask=_after(first, mask * (not sample.get("remove_sample", False))),
         rollout_logprobs=_after(first, rollout),
         trainer_logprobs=None if trainer is None else _after(first, trainer),

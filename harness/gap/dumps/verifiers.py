@@ -88,6 +88,7 @@ def _version(episode: _Episode) -> Version:
     """Return the weights that sampled all of an episode, if those are known to be the same."""
     work = None if episode.run is None else episode.run.work
     policy = None if work is None else work.policy
+    # updates may come during an episode, and which turn had which weights is not written
     return policy.start if policy is not None and policy.start == policy.end else None
 
 
@@ -97,10 +98,12 @@ def _samples(place: str, trace: _Trace, version: Version) -> Iterator[DumpedSamp
         messages = [trace.nodes[node] for node in path]
         logprobs = [_spread(place, message) for message in messages]
         counted = [
+            # paths share their beginning, which would else weigh as often as it was continued
             np.asarray(message.mask, dtype=bool) & (node not in seen)
             for node, message in zip(path, messages, strict=True)
         ]
         seen.update(path)
+        # not those that are counted: a shared turn is masked here, and yet in the response
         sampled = np.concatenate([np.asarray(message.mask, dtype=bool) for message in messages])
         yield whole_sequence(
             f"{trace.id}/{branch}",

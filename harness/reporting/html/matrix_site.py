@@ -112,6 +112,7 @@ def _index(
     rows = []
     for check in sorted(ids, key=lambda check: (order.get(check, len(order)), check)):
         cells = [_cell(run, check) for run in runs]
+        # a check that applies to nothing here would only make a long table longer
         if any(cell["verdict"] not in ("", "not applicable") for cell in cells):
             rows.append(
                 {
@@ -153,6 +154,7 @@ def _cell(run: StoredRun, check: str) -> dict[str, str]:
         for part, judged in run.parts.items()
         if check in judged.checks
     }
+    # a cell stands for all parts: one that fails must not hide behind others that pass
     for verdict in _WORST_FIRST:
         parts = [part for part, other in found.items() if other == verdict]
         # as in a report over several subjects: what passed somewhere and failed nowhere passes

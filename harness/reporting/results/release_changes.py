@@ -88,6 +88,7 @@ def releases_by_name(runs: Iterable[StoredRun]) -> Releases:
     which they were judged.
     """
     newest: dict[tuple[str, str], dict[str, StoredRun]] = {}
+    # oldest first: a release that was judged again is left with its newest run
     for run in sorted(runs, key=lambda run: run.date):
         newest.setdefault((run.results, run.name), {})[run.version] = run
     return {name: _in_order(list(found.values())) for name, found in sorted(newest.items())}
@@ -95,6 +96,7 @@ def releases_by_name(runs: Iterable[StoredRun]) -> Releases:
 
 def _in_order(runs: list[StoredRun]) -> list[StoredRun]:
     try:
+        # as text 0.10 would come before 0.9; a commit among them has no place, and then days decide
         return sorted(runs, key=lambda run: Version(run.version))
     except InvalidVersion:
         return sorted(runs, key=lambda run: (run.date, run.version))
@@ -120,6 +122,7 @@ def _between(older: StoredRun, newer: StoredRun) -> Iterator[Change]:
         before = older.parts.get(part)
         if before is None:
             continue
+        # a check that is gone counts: else a promise could go unjudged, and nobody would notice
         for check in dict.fromkeys([*before.checks, *after.checks]):
             old, new = (
                 found.checks[check].verdict if check in found.checks else None
@@ -172,6 +175,7 @@ def _failing_in_a_row(runs: Sequence[StoredRun], part: str, check: str) -> list[
     failing: list[StoredRun] = []
     for run in reversed(runs):
         found = run.parts.get(part)
+        # a release that did not judge it says nothing: no fault is dated back across such a gap
         if found is None or check not in found.checks:
             break
         if found.checks[check].verdict not in _FAILS:

@@ -157,6 +157,7 @@ def runs_of_report(
     Raises:
         UsageError: It is no such report, or lacks a version.
     """
+    # fromisoformat also takes 20261130 and 2026-W49-1, and runs are put in order by this text
     if not _DATE.fullmatch(date) or not _is_day(date):
         raise UsageError(f"--date {show(date)} must be a day, such as 2026-11-30.")
     reports = report.get("reports") or [report]
@@ -173,6 +174,7 @@ def runs_of_report(
     grouped: dict[tuple[str, str, str], dict[str, StoredPart]] = {}
     for (category, title, release, part), found in stored:
         of_release = grouped.setdefault((category, title, release), {})
+        # were it overwritten, the order of the report would decide which verdicts are kept
         if part in of_release:
             raise UsageError(f"The report holds {title} {release}, {part}, twice.")
         of_release[part] = found
@@ -250,6 +252,7 @@ def _check(check: Mapping[str, Any]) -> StoredCheck:
 
 def _finding(finding: Mapping[str, Any]) -> StoredFinding:
     story = finding.get("story", ())
+    # a finding shows at the end of its story; what broke the promise may lie far before that
     first = len(story) - _MOMENTS
     return StoredFinding(
         title=_cut(finding["title"]),
@@ -290,6 +293,7 @@ def write_run(run: StoredRun, folder: Path) -> Path:
     """
     file = folder / f"{folder_name('-'.join(run.key))}.json"
     data = msgspec.to_builtins(run)
+    # sorted, a value a line: a diff of two runs then shows what changed and nothing else
     text = msgspec.json.format(msgspec.json.encode(with_checksum(data), order="sorted"), indent=1)
     write_atomically(file, text.decode() + "\n")
     return file

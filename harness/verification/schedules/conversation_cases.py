@@ -40,6 +40,7 @@ def long_turns(corner: Corner) -> Iterator[Case]:
         return
     model = replace(corner.model, eos_every=_LONG_TURN // 2)
     answer = ANSWERS[0]
+    # where a model ends its turns follows from the seed alone, so one is searched that fits
     for seed in range(corner.seed, corner.seed + 1000):
         policy = CodedPolicy.from_model(model, seed)
         first = _until_end(policy, PROMPT, 3)

@@ -67,6 +67,7 @@ class Corner:
             "actions": actions,
             "seed": self.seed,
             "pause_mode": self.mode,
+            # calls paused in place keep their KV cache, and SGLang fails if it is flushed then
             "clear_cache": self.mode is not PauseMode.IN_PLACE,
             "model": self.model,
         }
@@ -130,4 +131,5 @@ def _unused(sequence: tuple[int, ...]) -> int:
 
 def some_tokens(count: int) -> tuple[int, ...]:
     """Return tokens that differ from their neighbours, none of them a usual padding token."""
+    # 389 is a prime: no token returns before all the others were there
     return tuple(11 + 7 * i % 389 for i in range(count))

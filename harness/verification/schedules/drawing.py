@@ -131,6 +131,7 @@ def random_cases(
     """
     for i in range(count):
         yield draw_case(
+            # far apart, so that the runs of two small seeds have no case in common
             SeededDraws(seed * 0x9E3779B1 + i),
             flavour=flavour,
             contract=contract,
@@ -226,6 +227,7 @@ def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
                 for request in case.requests
             ),
         )
+        # the prompt has one token more now, and the longest request must still fit
         if engine.kv_tokens is not None:
             engine = replace(engine, kv_tokens=engine.kv_tokens + 1)
     if draws.chance(15):
@@ -350,6 +352,7 @@ def _action(
     request = requests[draws.integer(0, limits.requests - 1) % len(requests)]
     kind = draws.pick(enabled)
     budget = request.budget or 1
+    # resumes go wrong at the ends: before the first token, and at the last of the budget
     tokens = draws.pick((0, budget, draws.integer(0, budget)))
     return Action(
         when=Trigger(
@@ -388,5 +391,6 @@ def _engine(draws: Draws, requests: Sequence[Request]) -> EngineOptions:
         max_batch=draws.pick((8, 1, 2, 3)),
         prefill_chunk=draws.integer(1, 8) if draws.chance(40) else None,
         prefix_cache=draws.chance(40),
+        # small enough for preemptions, and room for each request alone: else none could end
         kv_tokens=longest + 1 + draws.integer(0, longest) if draws.chance(25) else None,
     )

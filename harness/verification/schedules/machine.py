@@ -76,6 +76,7 @@ def machine_for(
     machine.TestCase.settings = settings(
         max_examples=chosen.max_examples,
         stateful_step_count=chosen.steps,
+        # each step runs the whole case so far: that it takes longer and longer is no fault
         deadline=None,
         derandomize=chosen.seed is not None,
         suppress_health_check=[HealthCheck.too_slow],
@@ -197,8 +198,10 @@ def _start(
     )
     def submit(self: _Machine, prompt: int, budget: int, steps: int) -> str:
         number = len(self.requests)
+        # a rule must give its bundle something: one that is there already changes nothing
         if number == limits.requests:
             return f"r{number - 1}"
+        # the first token differs, so that a call shows by its prompt whose it is
         ids = (2 + number, *range(100, 99 + prompt))
         self.requests.append(Request(request_id=f"r{number}", prompt_ids=ids, max_tokens=budget))
         self.arrivals.append(float(steps))

@@ -18,6 +18,7 @@ def own_stops(corner: Corner) -> Iterator[Case]:
     stops = corner.contract.own_stops
     if stops is None:
         return
+    # each is tried at every place, and a contract may list many that are cut alike
     for sequence in stops.sequences[:4]:
         yield from _cases(corner, sequence)
 

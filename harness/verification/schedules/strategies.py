@@ -32,6 +32,7 @@ class _HypothesisDraws:
         return options[self.integer(0, len(options) - 1)]
 
     def chance(self, percent: int) -> bool:
+        # Hypothesis shrinks to 0, which must be False: the case without what was drawn
         return self.integer(0, 99) >= 100 - percent
 
     def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
