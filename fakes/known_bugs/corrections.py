@@ -72,6 +72,7 @@ class _CorrectionMissingLogprobNan(RowwiseCorrection):
     contract: ClassVar[Contract] = correction_contract(upper=2.0, missing="one")
 
     def log_ratios(self, batch: CorrectionBatch, trained: Bools) -> Floats:
+        # no clamp catches NaN: it is handed on
         found: Floats = np.where(trained, batch.old - batch.rollout, 0).astype(batch.old.dtype)
         return found
 
@@ -116,6 +117,7 @@ class _CorrectionSumOverPadding(RowwiseCorrection):
     contract: ClassVar[Contract] = correction_contract(level="sequence", upper=4.0)
 
     def log_ratios(self, batch: CorrectionBatch, trained: Bools) -> Floats:
+        # unseen while all policies are padded with 0
         found: Floats = batch.old - batch.rollout
         return found
 
@@ -146,6 +148,7 @@ class _CorrectionOneSidedMask(RowwiseCorrection):
     )
 
     def outside(self, rejection: Rejection, values: Floats) -> Any:
+        # unseen by whoever tests with large ratios only
         return super().outside(replace(rejection, lower=None), values)
 
 
@@ -216,6 +219,7 @@ class _CorrectionDenominatorCountsRejected(RowwiseCorrection):
 
     def shares_of_loss(self, rejected: Bools, trained: Bools) -> Floats:
         left = trained & ~rejected
+        # one factor for the whole gradient, which Adam nearly makes up for
         return left / max(int(trained.sum()), 1)
 
 
@@ -225,6 +229,7 @@ class _CorrectionGradientThroughWeights(RowwiseCorrection):
     )
 
     def corrected(self, batch: CorrectionBatch) -> Correction:
+        # left out, so that the loss alone can show it
         return replace(super().corrected(batch), weights_gradient=None)
 
     def loss_gradient(
@@ -301,6 +306,7 @@ class _CorrectionWeightPerToken(_Tis):
 class _CorrectionClampsInPlace(_Tis):
     def corrected(self, batch: CorrectionBatch) -> Correction:
         found = super().corrected(batch)
+        # after the weights: this result is right, and the next reader's is not
         np.maximum(batch.rollout, -3.0, out=batch.rollout)
         return found
 

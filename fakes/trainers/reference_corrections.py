@@ -115,6 +115,7 @@ class RowwiseCorrection:
         """Return the log ratio of each trained token; 0 elsewhere."""
         first, second = self.policies(batch, self.terms.pair)
         logs = np.where(trained, first - second, 0)
+        # before any sum: one NaN would make the whole sequence NaN
         found: Floats = np.where(np.isnan(logs), 0, logs).astype(batch.rollout.dtype)
         return found
 
@@ -209,6 +210,7 @@ class RowwiseCorrection:
             Statistic.LOG_RATIO: lambda: logs,
             Statistic.K1: lambda: -logs,
             Statistic.K2: lambda: logs * logs / 2,
+            # expm1 keeps the digits that r - 1 loses near 1
             Statistic.K3: lambda: np.expm1(logs) - logs,
             Statistic.TV: lambda: np.abs(p - q),
             Statistic.PROBABILITY_CHANGE: lambda: p - q,
@@ -405,6 +407,7 @@ class RowwiseCorrection:
         low = -np.inf if terms.lower is None else terms.lower
         high = np.inf if terms.upper is None else terms.upper
         if terms.log_bound is not None:
+            # at the edge the logarithm is clamped, and passes nothing; the margin covers rounding
             low = max(low, np.exp(-terms.log_bound) * 1.001)
             high = min(high, np.exp(terms.log_bound) * 0.999)
         found: Bools = (raw >= low) & (raw <= high)
@@ -449,6 +452,7 @@ class TokenTis(RowwiseCorrection):
     contract: ClassVar[Contract] = correction_contract(
         upper=2.0,
         masked="zero",
+        # wider than the clamp: from 2 to 8 a token is clamped, and kept
         rejections=Rejection(lower=0.2, upper=8.0),
         metrics={
             "is/mean": "weights-mean",

@@ -293,6 +293,7 @@ class Rejection:
         problems += _bound_problems(self.lower, self.upper)
         if self.lower is None and self.upper is None:
             problems.append("a rejection needs a lower or an upper bound.")
+        # ratios are compared in the logarithm, which 0 has none of
         if self.statistic is Statistic.RATIO and any(
             _is_number(bound) and bound <= 0
             for bound in (self.lower, self.upper)
@@ -367,13 +368,16 @@ class CorrectionTerms:
     max_staleness: int | None = None
     stale: StaleTokens = StaleTokens.KEEP
     missing: Missing = Missing.NEVER
+    # a loss multiplies by the mask in the end: only NaN and infinity survive that
     masked: MaskedWeights = MaskedWeights.FINITE
     gradient: Gradient = Gradient.NONE
+    # aborted samples, and rows that fill up a batch, have no trained token
     empty_rows: bool = True
     empty_batch: bool = False
     metrics: tuple[tuple[str, Metric], ...] = ()
     loss: LossKind = LossKind.NONE
     policy_ratio: Pair = Pair.CURRENT_OLD
+    # as in the paper of PPO
     clip_low: float = 0.2
     clip_high: float = 0.2
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
@@ -389,6 +393,7 @@ class CorrectionTerms:
             *self._coerce_metrics(),
             *self._problems(),
         ]
+        # only of terms that are valid one by one: else one mistake is told twice
         if not problems:
             problems = self._contradictions()
         if problems:
@@ -492,6 +497,7 @@ class CorrectionTerms:
             )
             if value is not None and not (_is_number(value) and value > 0)
         ]
+        # True is an int, and would pass for a staleness of 1
         staleness: object = self.max_staleness
         if staleness is not None and (
             not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0

@@ -66,6 +66,7 @@ class OwnStops:
             problems.append(f"kept={show(kept)} must be a bool.")
         if problems:
             raise ContractError("own_stops cannot be used:\n  - " + "\n  - ".join(problems))
+        # two spellings of a string may be the same tokens: that is no mistake
         object.__setattr__(self, "sequences", tuple(dict.fromkeys(sequences)))
 
     def first_in(
@@ -82,8 +83,10 @@ class OwnStops:
             ``None`` if there is none.
         """
         longest = max(map(len, self.sequences))
+        # one token less than the longest: what was complete before has ended the turn already
         tail = tuple(before[len(before) - min(len(before), longest - 1) :])
         tokens = (*tail, *token_ids)
+        # by ends: a short sequence that is complete counts before a longer one that began first
         for end in range(len(tail) + 1, len(tokens) + 1):
             for sequence in self.sequences:
                 if len(sequence) <= end and tokens[end - len(sequence) : end] == sequence:

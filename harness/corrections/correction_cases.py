@@ -26,11 +26,14 @@ from rollproof.corrections.rounding import as_type, limits_of
 
 __all__ = ["CorrectionCase", "correction_cases"]
 
+# ages go up to 3 + max_staleness: with at most 4, no version is below 0, as padding's is
 _VERSION = 7
+# 0.5, halved so often, is about 1e-4: nearer to 1 than a bound in use would be
 _ATTEMPTS = 12
 _LARGEST_LOG = 40.0
 """Size of the log ratio of a token that a stack should survive: a token of certainty that the
 trainer holds to be impossible."""
+# from what two kernels differ by to what a veto rejects: the logarithm of 1e-4 is -9.2
 _STEPS = (0.02, 0.1, 0.3, 0.7, 1.5, 3.0, 6.0, 12.0)
 
 
@@ -97,14 +100,17 @@ class _Maker:
         """
         shape = log_ratios.shape
         top = np.zeros(shape) if certain else -self.random.uniform(0.05, 2.5, shape)
+        # the larger probability is at `top`: neither is above 1, however large the ratio is
         first = top + np.minimum(log_ratios, 0.0)
         second = top - np.maximum(log_ratios, 0.0)
         if self.terms.pair is Pair.INTERPOLATED_ROLLOUT:
             # of a token two versions old, the interpolated policy is half way
             second = top - 2 * np.maximum(log_ratios, 0.0)
             first = second + 2 * log_ratios
+        # near the first policy: mistaken for it, it gives weights of a plausible size
         other = np.minimum(first - self.random.uniform(-0.15, 0.3, shape), 0.0)
         rollout, old, current = self._placed(first, second, other)
+        # of both signs, and never 0: an advantage of 0 would hide a weight from the loss
         drawn = self.random.choice([-1.5, -0.5, 0.75, 1.25], shape[0])
         own = drawn if advantages is None else advantages
         return self.typed(
@@ -165,6 +171,7 @@ class _Maker:
         if holes:
             for row, length in zip(mask, lengths, strict=True):
                 if length > 3:
+                    # inside, as a tool's output is: the number of trained tokens is no length then
                     row[1 : 1 + length // 3] = 0
         return mask
 
@@ -208,6 +215,7 @@ _Made = Iterator[tuple[str, Inputs]]
 
 
 def _formula(maker: _Maker, _number: int) -> _Made:
+    # one sequence and no padding: what is wrong here is the formula
     for shape in ((1, 1), (1, 2), (1, 5), (1, 16)):
         yield f"a sequence of {shape[1]} trained tokens", maker.drawn(shape)
 
@@ -227,6 +235,7 @@ def _direction(maker: _Maker, number: int) -> _Made:
             return maker.typed(replace(inputs, rollout=inputs.old + 3 * third))
         return maker.typed(replace(inputs, old=inputs.current + third))
 
+    # on a single token all levels agree: only the pair can be wrong
     yield "single tokens, three logprobs", maker.inside(make)
 
 
@@ -235,6 +244,7 @@ def _bounds(maker: _Maker, number: int) -> _Made:
     edges = [float(np.log(bound)) for bound in (terms.lower, terms.upper) if bound is not None]
     if not edges or not terms.weights:
         return
+    # 0.03 finds a bound that is a little off, and is more than float16 rounds away
     steps = (0.03, 0.4, 2.0, 5.0)
     logs = np.array([edge + sign * step for edge in edges for step in steps for sign in (-1, 1)])
     if terms.level is Level.TOKEN:
@@ -339,6 +349,7 @@ def _extreme(maker: _Maker, _number: int) -> _Made:
     sizes = np.array([0.0, 5.0, 12.0, _LARGEST_LOG])
     logs = np.concatenate([sizes, -sizes])
     yield "log ratios up to 40", maker.batch(logs[None, :], certain=True)
+    # each ratio fits float32, and the product of a sequence, exp(640), does not
     for sign in (1.0, -1.0):
         yield (
             f"16 tokens with a log ratio of {sign * _LARGEST_LOG:g} each",
@@ -379,6 +390,7 @@ def _loss(maker: _Maker, number: int) -> _Made:
         return
     mask = maker.mask(maker.lengths(5, 7), 9, holes=bool(number % 2))
     scale = maker.random.choice([0.05, 0.4, 1.2], (5, 1))
+    # most bounds keep this one: a loss of rejected tokens alone is 0, whatever divides it
     scale[0] = 0.05
     inputs = _varied(maker, mask, scale)
     for _ in range(_ATTEMPTS):

@@ -34,6 +34,7 @@ from rollproof.corrections.rounding import EXP_UNITS, FEW, SAFETY, FloatLimits, 
 __all__ = ["BoolArray", "Bounded", "ExpectedCorrection", "Inputs"]
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+# part of the statistic that is declared, no tolerance: it keeps the logarithms finite
 _PROBABILITY_EDGE = 1e-6
 
 
@@ -78,6 +79,7 @@ class ExpectedCorrection:
         self.trained: BoolArray = inputs.mask != 0
         self.limits: FloatLimits = limits_of(terms.computes_in)
         self.unit: float = self.limits.unit
+        # wider logprobs are rounded before the subtraction, each by a share of its own size
         self._casts = limits_of(terms.dtype).unit < self.unit
         self.lengths: IntArray = self.trained.sum(axis=1)
         """Trained tokens of each sequence."""
@@ -92,12 +94,14 @@ class ExpectedCorrection:
     def _share(self) -> FloatArray:
         """How far the interpolated policy is on the way from the rollout's to the current one."""
         age = self.inputs.current_version - self.inputs.versions
+        # -1 is padding's version: it would pass for a very old one
         known = (age > 0) & (self.inputs.versions >= 0)
         return np.where(known, (age - 1) / np.where(known, age, 1), 0.0)
 
     def policies(self, pair: Pair) -> tuple[FloatArray, FloatArray]:
         """Return the logprobs of the first and of the second policy of a pair."""
         batch = self.inputs
+        # the interpolated policy stands for the old one in PPO's own ratio as well
         old = self.interpolated if self.terms.pair is Pair.INTERPOLATED_ROLLOUT else batch.old
         return {
             Pair.OLD_ROLLOUT: (batch.old, batch.rollout),
@@ -117,6 +121,7 @@ class ExpectedCorrection:
         chosen = self.trained
         if self.terms.missing is Missing.ONE and pair is not Pair.CURRENT_OLD:
             chosen = chosen & ~np.isnan(self.inputs.rollout)
+        # selected, not multiplied by a mask: NaN times 0 is NaN
         value = np.where(chosen, first - second, 0.0)
         error = self.unit * np.abs(value)
         if self._casts or pair is Pair.INTERPOLATED_ROLLOUT:
@@ -157,6 +162,7 @@ class ExpectedCorrection:
         if bound is not None:
             # some stacks bound it from above only
             error = error + np.where(log.value < -bound, np.exp(-bound), 0.0)
+        # what underflows is off by all of itself, which no relative error covers
         floor = self.limits.smallest
         return Bounded(
             value=np.where(self.trained, value, 0.0),
@@ -181,6 +187,7 @@ class ExpectedCorrection:
         near = np.zeros_like(self.trained)
         for bound in (self.terms.lower, self.terms.upper):
             if bound is not None:
+                # a bound such as 0.2 is no binary fraction: it is rounded, too
                 near |= np.abs(value - bound) <= error + 4 * self.unit * bound
         return near & self.trained
 
@@ -193,12 +200,14 @@ class ExpectedCorrection:
         with np.errstate(invalid="ignore"):
             value = np.where(self.trained, np.clip(self.raw.value, low, high), 0.0)
         error = np.where(np.isfinite(self.raw.error), self.raw.error, 0.0)
+        # what is surely clamped is the bound itself, without the error of an exponential
         decided = (self.outside[0] | self.outside[1]) & ~self.at_bound
         return Bounded(value=value, error=np.where(decided, 4 * self.unit * value, error))
 
     @cached_property
     def _verdicts(self) -> tuple[BoolArray, BoolArray]:
         """The rejected tokens, and those of which rounding could decide; both trained."""
+        # versions are integers, of which no rounding decides
         rejected = self.stale_tokens.copy()
         doubtful = np.zeros_like(rejected)
         for rejection in self.terms.rejections:
@@ -266,10 +275,12 @@ class ExpectedCorrection:
         if rejection.aggregate is Aggregate.MEAN:
             return self.averaged(tokens)
         top = rejection.aggregate is Aggregate.MAX
+        # not 0 at masked tokens: it would be the largest of negative values
         value = np.where(self.trained, tokens.value, -np.inf if top else np.inf)
         found = value.max(axis=1, initial=-np.inf, keepdims=True)
         if not top:
             found = value.min(axis=1, initial=np.inf, keepdims=True)
+        # rounding may make another token the extreme one: the largest error of all holds
         error = tokens.error.max(axis=1, initial=0.0, keepdims=True)
         # a sequence without trained tokens has nothing to reject
         return Bounded(value=np.where(np.isfinite(found), found, 0.0), error=error)
@@ -290,6 +301,7 @@ class ExpectedCorrection:
             with np.errstate(over="ignore"):
                 ratio = np.exp(value)
                 rounding = ratio * (np.expm1(error) + EXP_UNITS * unit) + error
+            # near 1 the terms cancel: the error is that of the terms, not of the small rest
             return Bounded(
                 value=ratio - 1 - value,
                 error=rounding + 4 * unit * (ratio + 1 + np.abs(value)),
@@ -358,6 +370,7 @@ class ExpectedCorrection:
         """The number of the scope of each sequence, within which weights are normalised."""
         if self.terms.normalise is not Normalise.GROUPS:
             return np.zeros(len(self.trained), np.int64)
+        # the numbers of groups have gaps, and come in any order
         return np.unique(self.inputs.groups, return_inverse=True)[1].astype(np.int64)
 
     def scope_means(self, weights: FloatArray) -> FloatArray:
@@ -409,10 +422,12 @@ class ExpectedCorrection:
         if self.terms.rejects_weights:
             open_ &= ~self.rejected
         flow = np.where(open_, factors * self.raw.value, 0.0)
+        # of an interpolated logprob only this share moves with the current one
         interpolates = self.terms.pair is Pair.INTERPOLATED_ROLLOUT
         share = self._share if interpolates else np.ones(self.trained.shape)
         if self.terms.level is Level.TOKEN:
             return flow * share
+        # every token moves the one weight of its sequence, which all its tokens are given
         total = flow.sum(axis=1, keepdims=True)
         if self.terms.level is Level.GEOMETRIC:
             total = total / np.maximum(self.lengths, 1)[:, None]

@@ -31,6 +31,7 @@ class ExpectedLoss:
         if self._terms.aggregation is Aggregation.TOKEN_SUM:
             return left.astype(np.float64)
         if self._terms.aggregation is Aggregation.TOKEN_MEAN:
+            # the loss of a batch of which nothing is left is 0, not 0 / 0
             return left / max(int(counted.sum()), 1)
         lengths = counted.sum(axis=1)
         sequences = max(int((lengths > 0).sum()), 1)
@@ -61,6 +62,7 @@ class ExpectedLoss:
             spread = size * (ratio.error + ratio.value * slack)
         else:
             factor, spread = batch.advantages, size * slack
+        # a token rejected by the mask may have an infinite weight: times 0 it is NaN
         lost = -np.where(coefficients > 0, weights.value * factor * coefficients, 0.0)
         error = np.where(
             coefficients > 0,
@@ -86,6 +88,7 @@ class ExpectedLoss:
         """The derivative of the loss to the current logprobs; ``None`` if rounding could
         decide.
         """
+        # at a bound a weight is continuous, and its gradient is not
         if self._exact.undecided.any() or (self._terms.weights and self._exact.at_bound.any()):
             return None
         terms, batch = self._terms, self._exact.inputs

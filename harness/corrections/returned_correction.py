@@ -74,6 +74,7 @@ def _array(value: Any, what: str) -> FloatArray:
         raise CorrectionMisfit(
             f"{what}, {_kind(value)}, is no array: {describe_error(error)}"
         ) from error
+    # a string of digits would pass for a number in what follows
     if array.dtype.kind not in "iubf":
         raise CorrectionMisfit(f"{what}, {_kind(value)}: expected numbers")
     return array.astype(np.float64)

@@ -53,6 +53,7 @@ _LIMITS = {
     FloatType.FLOAT32: FloatLimits(
         unit=2.0**-24, largest=3.4028234663852886e38, smallest=2.0**-126
     ),
+    # 7 bits are stored: the next number after 1 is 1 + 2**-7
     FloatType.BFLOAT16: FloatLimits(
         unit=2.0**-8, largest=3.3895313892515355e38, smallest=2.0**-126
     ),
@@ -80,4 +81,5 @@ def as_type(values: FloatArray, kind: FloatType) -> FloatArray:
     bits = narrow.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     result = rounded.astype(np.uint32).view(np.float32).astype(np.float64)
+    # the carry may turn a NaN into an infinity, or a zero
     return np.where(np.isnan(values), np.nan, result)

@@ -142,6 +142,7 @@ def record_corrections(
     subject = _make(factory, label)
     terms = correction_terms_of(subject.contract)
     made = correction_cases(terms, seed, _DRAWS[profile]) if cases is None else cases
+    # without a clock: the same seed makes the same trace
     recorder = Recorder(lambda: 0.0)
     for done, case in enumerate(made):
         if progress is not None:
@@ -185,6 +186,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
 def _correct(subject: Any, terms: CorrectionTerms, case: CorrectionCase) -> Corrected:
     """Correct one batch. What the subject raises is a refusal, which the checks judge."""
     case_inputs = case.inputs
+    # the arrays of the case: those of the batch are the subject's to spoil
     event = Corrected(
         name=case.name,
         purpose=case.purpose,
@@ -238,6 +240,7 @@ def _filled(
     kept = None
     if returned.mask is not None and terms.rejects_mask:
         case_inputs = as_tokens_array(returned.mask, "the mask", shape)
+        # one number a sequence says nothing of its masked tokens: those stay masked
         own_shape = np.shape(returned.mask) == shape
         kept = case_inputs if own_shape else case_inputs * event.mask
     gradients = event.purpose in _WITH_GRADIENTS
@@ -282,7 +285,9 @@ def _torch_batch(case_inputs: Inputs, terms: CorrectionTerms) -> CorrectionBatch
         ) from error
 
     def logprobs(values: FloatArray) -> Any:
+        # a copy: from_numpy shares memory, and the subject may write into it
         tensor = torch.from_numpy(values.copy()).to(getattr(torch, str(terms.dtype)))
+        # of all three, so that a gradient to the wrong policy shows
         return tensor.requires_grad_()
 
     return CorrectionBatch(
@@ -334,6 +339,7 @@ def _weights_gradient(
     if not weights.requires_grad:
         return {name: np.zeros((rows, tokens)) for name in _LOGPROBS}
     spread = weights if tuple(weights.shape) == (rows, tokens) else weights.reshape(rows, 1)
+    # with masked='any' NaN may stand there: it is left out, not multiplied by 0
     own = torch.where(batch.mask != 0, spread.double().expand(rows, tokens), 0.0)
     total = (own * batch.advantages.double()).sum()
     return dict(zip(_LOGPROBS, _derivatives(total, batch, _LOGPROBS), strict=True))
@@ -361,6 +367,7 @@ def _derivatives(total: Any, batch: CorrectionBatch, names: tuple[str, ...]) -> 
     import torch
 
     inputs = [getattr(batch, name) for name in names]
+    # weights and loss share a graph; a policy that the formula never reads is unused
     found = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
     return [
         np.zeros(tuple(own.shape)) if gradient is None else gradient.double().numpy()

@@ -43,6 +43,7 @@ def correction_accepts(batch: CorrectedBatch, out: Collector) -> None:
 def correction_returns(batch: CorrectedBatch, out: Collector) -> None:
     """Look for results of another kind."""
     event = batch.event
+    # correction.accepts reports it: one cause, one finding
     if event.refused is not None:
         return
     out.exercised("results")

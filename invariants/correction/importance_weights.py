@@ -145,6 +145,7 @@ def correction_direction(batch: CorrectedBatch, out: Collector) -> None:
     expected, trained = batch.expected, batch.expected.trained
     chosen = trained & batch.decided
     out.exercised("weights of tokens with three different logprobs", int(chosen.sum()))
+    # a pair is recognised by all weights together: one that is in doubt spoils it
     if not chosen.all() or _agree(batch, batch.weights, expected.weights.value):
         return
     logs = {name: getattr(batch.event, name) for name in _POLICIES}
@@ -228,6 +229,7 @@ def correction_bounds(batch: CorrectedBatch, out: Collector) -> None:
             "a weight within the bounds is changed",
         ),
     ):
+        # extreme ratios within all bounds would count as tested, and test no bound
         if batch.event.purpose is Purpose.EXTREME and not beyond.any():
             continue
         compare_weights(
@@ -259,6 +261,7 @@ def correction_identity(batch: CorrectedBatch, out: Collector) -> None:
         exact = expected.weights
         slack = np.maximum(exact.error, 8 * expected.unit)
         with np.errstate(invalid="ignore"):
+            # negated, so that NaN is wrong, too
             wrong = trained & ~(np.abs(event.weights - exact.value) <= slack)
         if wrong.any():
             first = np.argwhere(wrong)[0]
@@ -387,6 +390,7 @@ def correction_finite(batch: CorrectedBatch, out: Collector) -> None:
             where=batch.place(at),
             hint="A statistic of a sequence without trained tokens divides by 0.",
         )
+    # of extreme ratios a loss may overflow by right: not every weight has a bound
     if event.purpose is Purpose.EXTREME or event.loss is None or np.isfinite(event.loss):
         return
     out.finding(

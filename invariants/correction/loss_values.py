@@ -40,6 +40,7 @@ def correction_detached(batch: CorrectedBatch, out: Collector) -> None:
     out.exercised("batches of which gradients were taken")
     if batch.terms.gradient is Gradient.NONE:
         for name, gradient in found.items():
+            # without a tolerance: a detached tensor has a gradient of exactly 0
             wrong = gradient != 0
             if wrong.any():
                 at = tuple(np.argwhere(wrong)[0])
@@ -187,6 +188,7 @@ def _common_factor(seen: np.ndarray, exact: np.ndarray) -> float:
         return 1.0
     ratios = seen[own] / exact[own]
     middle = float(np.median(ratios))
+    # a turned sign comes from no count: it stays a finding
     alike = middle > 0 and bool((np.abs(ratios / middle - 1) < 1e-3).all())
     return middle if alike else 1.0
 

@@ -104,6 +104,7 @@ def correction_padding(batch: CorrectedBatch, out: Collector) -> None:
             )
     if event.kept is None:
         return
+    # masked places are in it: rejection may not make one of them trained
     sure = ~expected.undecided
     out.exercised("masks next to masked places", int(sure.sum()))
     with np.errstate(invalid="ignore"):
@@ -163,6 +164,7 @@ def correction_groups(batch: CorrectedBatch, out: Collector) -> None:
 
 def _compare_means(batch: CorrectedBatch, out: Collector, counter: str, scope: str) -> None:
     expected, weights = batch.expected, batch.weights
+    # one token that is kept or not moves the mean of its whole scope
     if expected.undecided.any() or not np.isfinite(weights[expected.trained]).all():
         return
     means = expected.scope_means(weights)

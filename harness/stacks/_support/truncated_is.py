@@ -59,6 +59,7 @@ class LossFunctionCorrection:
 
 def _length(mask: Any) -> int:
     """Return the length of a response: up to its last trained token."""
+    # not the number of trained tokens: those of the environment lie between them
     trained = mask.nonzero()
     return int(trained[-1]) + 1 if len(trained) else 0
 

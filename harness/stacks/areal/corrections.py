@@ -26,6 +26,7 @@ class DecoupledCorrection:
     def correct(self, batch: CorrectionBatch) -> Correction:
         """Return weights, mask, the share of what is filtered, and the loss."""
         mask = batch.mask.bool()
+        # not detached: whether the weights stop the gradient is what is judged
         found = self._functions.apply_rejection_sampling(
             proximal_logprobs=batch.old,
             old_logprobs=batch.rollout,

@@ -51,6 +51,7 @@ class PolicyLossCorrection:
 
     def _weights(self, batch: CorrectionBatch) -> Any:
         at_old = batch.old.detach().clone().requires_grad_()
+        # advantages of -1 undo the sign of the loss: its gradient is the weight
         loss, *_ = self._loss(
             at_old,
             batch.old.detach(),
@@ -59,6 +60,7 @@ class PolicyLossCorrection:
             rollout_log_probs=batch.rollout.detach(),
         )
         loss.backward()
+        # the loss is a mean over trained tokens: this takes their number out again
         return at_old.grad * batch.mask.sum()
 
 
@@ -92,6 +94,7 @@ def corrections() -> dict[str, SubjectFactory]:
                 rejections=Rejection(lower=0.5, upper=5.0), metrics=metrics, **shared
             ),
         ),
+        # the statistic of the sequence is a gate only: kept tokens keep ratios of their own
         "sequence-mask": lambda: PolicyLossCorrection(
             {"is_correction_level": "seq", "is_correction_threshold": [0.5, 2.0]},
             correction_contract(
