@@ -217,6 +217,7 @@ def _results(
 
 def _sum(results: Generator[JudgedUnit], files: TraceFiles, judged: FilesJudged) -> None:
     """Add what is found in each file, up to the first finding if that ends the run."""
+    # closed at once, so that no worker judges on after the first finding
     with closing(results):
         for result in results:
             judged.add(result)

@@ -89,6 +89,7 @@ def _stop_signal() -> Iterator[threading.Event]:
         for each, handler in before.items():
             signal.signal(each, handler)
 
+    # Python lets no other thread set a handler
     in_main = threading.current_thread() is threading.main_thread()
     try:
         for number in signals if in_main else ():

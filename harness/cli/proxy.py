@@ -137,6 +137,7 @@ def proxy(
     requests, redaction = RequestSample(sample, seed), Redaction(redact)
     facts = detect(to.rstrip("/"))
     promised = _promised(contract, like, facts)
+    # a name of files: no system takes a slash in one, and Windows no colon
     address = to.rstrip("/").partition("://")[2].replace(":", "-").replace("/", "-")
     options = ProxyOptions(
         url=to.rstrip("/"),

@@ -62,6 +62,7 @@ class RayCluster:
             ]
             if not waiting:
                 return
+            # not ray.wait, which gives them as they finish: sums are added in order
             arguments, reference = waiting.pop(0)
             try:
                 result = ray.get(reference)
@@ -105,6 +106,7 @@ def ray_cluster(address: str) -> Iterator[RayCluster]:
         import ray
     except ImportError as error:
         raise ExtraError("--ray needs Ray: pip install 'rollproof[ray]'.") from error
+    # whoever connected goes on to use it: shutting it down is not ours to do
     if ray.is_initialized():
         yield RayCluster(ray)
         return

@@ -215,6 +215,7 @@ def _submitted(
     pool: ProcessPoolExecutor, number: int, unit: Unit, settings: UnitSettings
 ) -> Future[JudgedUnit]:
     try:
+        # a worker may die at any time, also while its next unit is handed over
         return pool.submit(_work, number, unit.paths, settings)
     except BrokenProcessPool as error:
         future: Future[JudgedUnit] = Future()
@@ -227,6 +228,7 @@ def _workers(jobs: int) -> Iterator[tuple[ProcessPoolExecutor, _Messages]]:
     """Processes that judge units, and their messages. On an error, or when a run is stopped, they
     are killed: the executor would wait for what they are judging.
     """
+    # not fork: it copies locks that other threads hold, and a worker may wait for one for ever
     context = multiprocessing.get_context("spawn")
     messages: _Messages = context.SimpleQueue()
     others = set(multiprocessing.active_children())
@@ -260,6 +262,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # sys.exit() would end this thread alone
         os._exit(1)
 
 

@@ -52,6 +52,7 @@ class BackgroundWriter:
         self.dropped: int = 0
         self._handle, self._flush, self._on_error = handle, flush, on_error
         self._max_bytes = max_bytes
+        # no bound of its own: `put` counts bytes instead, and must never block the loop
         self._queue: queue.SimpleQueue[tuple[Any, int] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._put_bytes = 0
@@ -73,6 +74,7 @@ class BackgroundWriter:
                 return False
             if self._put_bytes - self._taken_bytes + size > self._max_bytes and not small:
                 self.dropped += 1
+                # one mark for neighbours, where the first was: the trace says where its hole begins
                 if self._last_drop is None:
                     self._last_drop = Dropped()
                     self._queue.put((self._last_drop, 0))
@@ -109,6 +111,7 @@ class BackgroundWriter:
                         if self._last_drop is item:
                             self._last_drop = None
                 self._attempt(partial(self._handle, item))
+                # without the lock: no other thread writes it. Until here the payload is in memory
                 self._taken_bytes += size
             if time.monotonic() >= due:
                 self._attempt(self._flush)

@@ -45,6 +45,7 @@ def _watched_result(watched: WatchedCall, native: Any) -> Any:
         return _watched_async_items(watched, native)
     if inspect.isgenerator(native):
         return _watched_items(watched, native)
+    # it must stay a future: its caller may cancel it, or wait for it together with others
     if isinstance(native, asyncio.Future):
         native.add_done_callback(functools.partial(_report_future, watched))
         return native
@@ -73,10 +74,12 @@ async def _watched_async_items(watched: WatchedCall, items: Any) -> AsyncIterato
         async for item in items:
             came = True
             yield item
+    # a closed generator raises GeneratorExit here, and a cancelled task CancelledError
     except BaseException as error:
         watched.fail(error)
         raise
     finally:
+        # whoever stops early closes the wrapper; an engine aborts when its own one is closed
         await items.aclose()
     if came:
         watched.take(item)

@@ -17,6 +17,7 @@ from rollproof.recording.wire.sampling_calls import SAMPLING_PATHS
 __all__ = ["watch_http"]
 
 _PATHS = frozenset((*SAMPLING_PATHS, *CONTROL_PATHS))
+# as much as `rollproof proxy --max-body` keeps by default
 _MAX_BODY = 64 << 20
 
 
@@ -73,6 +74,7 @@ class _Watching:
             if exchange is None:
                 return send(request, stream=stream, **more)
             try:
+                # always streamed: httpx would have read the body before its stream is replaced
                 response = send(request, stream=True, **more)
             except BaseException as error:
                 self._fail(exchange, error)
@@ -137,6 +139,7 @@ class _Watching:
         return exchange
 
     def _fail(self, exchange: Exchange, error: BaseException) -> None:
+        # where no connection was made, no engine can have seen the request
         refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         self.end(exchange, How.UNREACHED if refused else How.BROKEN, describe_error(error))
 
@@ -172,6 +175,7 @@ class _Stream(httpx.SyncByteStream):
     def close(self) -> None:
         self._stream.close()
         self._reply.finish()
+        # httpx also closes what was read to its end: that has ended already
         self._watching.end(self._reply.exchange, How.LEFT)
 
 

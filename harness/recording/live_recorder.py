@@ -156,6 +156,7 @@ class LiveRecorder:
     ) -> None:
         self._clock = WallClock()
         self._sample = sample
+        # shared with the recorders of HTTP clients: one trace must not have a number twice
         self._call_numbers = itertools.count(1)
         self._owners = Owners()
         self._batches: LiveTrace | None = None
@@ -399,7 +400,9 @@ class LiveRecorder:
                     f"to_call returned {show(call)}", "" if running is None else running.request_id
                 )
                 return _NOTHING
+            # asked here: the writer's thread has another context, and no task of the loop
             place = here()
+            # before anything is copied: what is left out must not fill the queue
             if self._is_left_out(call, running.request_id if running is not None else None):
                 return _NOTHING
             call_id = next(self._call_numbers)
@@ -645,6 +648,7 @@ _MUTABLE: Mapping[type, tuple[str, ...]] = {
 
 def _copied(value: Any) -> Any:
     """Return a copy of a list, a mapping, an array or a tensor; anything else as it is."""
+    # the first item speaks for all: a look at each token would cost the loop time
     if type(value) is list and value and type(value[0]) not in _PLAIN:
         return [*map(_copied, value)]
     copy = getattr(value, "clone", None) or getattr(value, "copy", None)

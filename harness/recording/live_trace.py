@@ -36,6 +36,7 @@ class WallClock:
     """Unix time that never goes back, whatever is done to the clock of the machine."""
 
     def __init__(self) -> None:
+        # read once: NTP or a person may set the time of day, and nothing sets the monotonic clock
         self._offset = time.time() - time.monotonic()
 
     def __call__(self) -> float:
@@ -194,6 +195,7 @@ class LiveTrace:
             return False
         call_id: int | None = getattr(event, "call_id", None)
         if isinstance(event, Call):
+            # a call of no known request is drawn by itself, not always kept or always left out
             owners = event.candidates or (event.request_id or f"call {event.call_id}",)
             if any(map(self._sample.has, owners)):
                 return False
@@ -221,6 +223,7 @@ class LiveTrace:
             return
         shown = self._redaction.event(event)
         object.__setattr__(shown, "time", at)
+        # parts that are full drop an event without an error: only their count says so
         lost = self._parts.lost
         try:
             self._parts.append(shown)

@@ -155,6 +155,7 @@ class Recording:
         # Calls come from any thread; the order of events is the order in which they take the lock.
         self._lock = threading.Lock()
         self._owners = Owners()
+        # ended ones stay: a request that ends twice is for the checks to find
         self._submitted: set[str] = set()
         self._calls = 0
         start = time.monotonic()

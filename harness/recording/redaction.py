@@ -18,6 +18,7 @@ from rollproof.errors import UsageError
 __all__ = ["DROPPED_TOKENS", "Redaction", "RequestSample"]
 
 DROPPED_TOKENS = "its token ids were left out of the recording (redact='drop')"
+# the largest vocabularies of today's models have about as many tokens
 _MAX_CACHE = 1 << 18
 _R = TypeVar("_R", bound=Any)
 
@@ -45,6 +46,7 @@ class RequestSample:
         """Return whether the request of that id is recorded."""
         if self.rate >= 1:
             return True
+        # not hash(): Python salts it, so that each process would choose other requests
         digest = hashlib.blake2b(f"{self.seed}:{request_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.rate * 2.0**64
 
@@ -85,6 +87,7 @@ class Redaction:
         if known is None:
             text = str(token).encode()
             digest = hashlib.blake2b(text, key=self._key, digest_size=8).digest()
+            # 31 bits: of 200,000 ids about ten pairs get one number
             known = int.from_bytes(digest, "big") % (LARGEST_TOKEN + 1)
             if len(self._known) < _MAX_CACHE:
                 self._known[token] = known
@@ -111,6 +114,7 @@ class Redaction:
         if isinstance(event, Observation | Chunk):
             return self._with(event, "token_ids")
         if isinstance(event, Result):
+            # what stands behind the colon may quote the prompt
             error = None if event.error is None else event.error.partition(":")[0]
             rollout = event.rollout
             if rollout is not None:

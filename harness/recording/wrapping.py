@@ -69,6 +69,7 @@ def watch_calls(
     async def finished(watched: WatchedCall, awaitable: Awaitable[Any]) -> Any:
         with watched.running():
             native = await awaitable
+        # outside of the block: what a callback raises is no failure of the call
         watched.take(native)
         return native
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceReader", "TraceWriter", "read_batch"]
 
+# about what a kill may lose, and what a reader holds in memory
 BATCH_BYTES = 4 << 20
 BATCH_EVENTS = 256
 

@@ -80,6 +80,7 @@ def decode_header(
     """Read what ``encode_header`` wrote. Raises as ``decode_event``, and ``TraceVersionError`` for
     a newer schema.
     """
+    # first: fields that only a newer schema has would be refused as perhaps misspelt
     if isinstance(value, dict) and type(value.get("schema")) is int and value["schema"] > SCHEMA:
         raise TraceVersionError(newer_schema(value["schema"], value.get("made_by")))
     header = _decode(Header, value, "header", arrays, integers)

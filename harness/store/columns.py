@@ -49,6 +49,7 @@ def schema() -> pa.Schema:
         [
             column("dtype", pa.string()),
             column("shape", pa.list_(column("item", pa.int64()))),
+            # 32-bit offsets end at 2 GiB, which the arrays of one event may pass
             column("data", pa.large_binary()),
         ]
     )

@@ -66,6 +66,7 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     )
     # one event a line, so that a person can find, compare and delete events
     body = f'"header": {{\n {header}\n}},\n"events": [\n {events}\n]}}\n'
+    # of what a reader will parse: JSON turns tuples into lists, and keys into text
     marks[KEY] = checksum_of({**marks, **json.loads(f"{{{body}")})
     text = f"{json.dumps(marks)[:-1]},\n{body}"
     if len(text) > MAX_BYTES:
@@ -285,6 +286,7 @@ def _text(source: Path) -> str:
             " counterexample, which is JSON, can be run again."
         )
     try:
+        # some editors put a byte order mark before what they save
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TraceError(f"it is not UTF-8 text (at byte {error.start}).") from None

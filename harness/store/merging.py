@@ -110,6 +110,7 @@ class _Writer:
             elif isinstance(event, Reply):
                 call = calls.pop(event.call_id, None)
                 tokens = event.output.token_ids
+                # what did not reach its client caused nothing
                 if call is not None and call.request_id and event.delivered and tokens:
                     self.replied.setdefault(call.request_id, at)
                     self.last_reply[call.request_id] = at
@@ -220,6 +221,7 @@ def _header(writers: Sequence[_Writer]) -> Header:
 def _set_clocks(writers: Sequence[_Writer]) -> Iterator[str]:
     """Set what is added to the clock of each writer, and yield what is to say of it."""
     _forget_shared(writers)
+    # one clock has to be taken for right, and nobody knows of a better one
     placed = [writers[0]]
     waiting = list(writers[1:])
     while waiting:
@@ -330,6 +332,7 @@ def _ordered(writers: Sequence[_Writer]) -> Iterator[Event]:
         head = heads[number]
         assert head is not None
         doubt = causes.doubt(head)
+        # before the event: a check has to know of the doubt when it sees it
         if doubt is not None:
             yield replace(doubt, time=head.time)
         causes.note(number, head)

@@ -155,6 +155,7 @@ class TraceParts:
             part.count += 1
             part.own += 1
         self._note(event, parts)
+        # no other event leaves an older part without an open request
         if isinstance(event, Result):
             self._end_parts()
 

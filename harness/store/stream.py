@@ -323,9 +323,11 @@ class Stream:
             metadata.get(key, b"").decode("ascii", "replace") for key in (b"schema", b"made_by")
         )
         if number != str(SCHEMA):
+            # int() refuses more than 4,300 digits with an error of its own
             if number.isdecimal() and len(number) < 10 and int(number) > SCHEMA:
                 raise TraceVersionError(f"{self._path}: {newer_schema(int(number), made_by)}")
             raise TraceError(f"{self._path} declares schema {show(number)}, which does not exist.")
+        # this leaves the metadata out, which names the release that wrote the file
         if not found.equals(schema()):
             raise TraceError(
                 f"{self._path} has other columns than a trace of schema {SCHEMA}: it is damaged, or"
@@ -429,6 +431,7 @@ def _lock(file: BinaryIO) -> bool:
     except ImportError:
         return True
     try:
+        # the system frees it when the process ends, in whatever way
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

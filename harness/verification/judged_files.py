@@ -185,6 +185,7 @@ class UnitJudge:
             for header, events in reader.episodes():
                 self.begin(header)
                 self._take_all(events, reader, progress)
+                # `ending` is set behind the last episode, the only one that can lack its end
                 closed = reader.ending is None or reader.ending.closed
                 self.end(finished=closed and not self.done.stopped)
                 if self.done.stopped:

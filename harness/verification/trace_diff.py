@@ -234,6 +234,7 @@ def _first_event(a: Path, b: Path) -> EventDifference | None:
     """Walk through both traces to the first event that differs."""
     episode, number = -1, -1
     requests: dict[int, str] = {}
+    # one that ends early differs there, which zip would hide
     for old, new in zip_longest(_rows(a), _rows(b)):
         if isinstance(old, Header) or isinstance(new, Header):
             episode, number = episode + 1, -1
@@ -301,6 +302,7 @@ def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
         if old.dtype != new.dtype or old.shape != new.shape:
             return False
+        # a NaN at the same place on both sides is no difference
         return bool(np.array_equal(old, new, equal_nan=old.dtype.kind == "f"))
     if isinstance(old, np.ndarray) or isinstance(new, np.ndarray):
         return False

@@ -100,6 +100,7 @@ def find_traces(
                     found.append(name)
                 else:
                     others += 1
+        # a link that leads nowhere is counted as unreadable, not refused
         elif path.exists() or path.is_symlink():
             found.append(str(path))
         else:
@@ -167,6 +168,7 @@ def walk(folder: Path) -> Iterator[str]:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}.")
 
     for place, folders, names in os.walk(folder, onerror=refuse):
+        # in place: os.walk goes down in the order of this list
         folders.sort()
         for name in sorted(names):
             yield os.path.join(place, name)  # noqa: PTH118 - a Path takes three times the memory
@@ -208,6 +210,7 @@ def _copies(paths: Sequence[str], sizes: Sequence[int]) -> dict[int, int]:
 def _of_equal_size(sizes: Sequence[int]) -> Iterator[Iterable[int]]:
     """Yield the places of files that share a size, without empty ones."""
     array = np.array(sizes, dtype=np.int64)
+    # stable: of equal files the first one given is the original
     order = np.argsort(array, kind="stable")
     cuts = np.flatnonzero(np.diff(array[order])) + 1
     for group in np.split(order, cuts):
@@ -232,6 +235,7 @@ def _same(a: str, b: str) -> bool:
     except OSError:
         return False
     finally:
+        # it believes a result as long as sizes and times are the same
         filecmp.clear_cache()
 
 
@@ -239,6 +243,7 @@ def _changed(path: str) -> float:
     try:
         return os.stat(path).st_mtime  # noqa: PTH116 - see walk
     except OSError:
+        # one that is gone is not older: reading it tells what is wrong
         return float("inf")
 
 

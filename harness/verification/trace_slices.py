@@ -172,6 +172,7 @@ def _minimal(part: Trace, target: _Target) -> Trace:
         smaller = Trace(header=part.header, events=tuple(events))
         try:
             judgement = judge(smaller, registry)
+        # a trace that lacks some events may contradict itself: that is no finding
         except RollproofError:
             return False
         return allowed.issuperset(judgement.failed) and target.shown_by(judgement)
@@ -183,6 +184,7 @@ def _reduced(events: Sequence[Event], shows: Callable[[Sequence[Event]], bool]) 
     """Leave out halves, quarters, ... and single events as long as ``shows`` holds
     (delta debugging: Zeller and Hildebrandt, IEEE TSE 28(2), 2002).
     """
+    # tries, not seconds: a slow machine finds the same slice
     tries = _TRIES
     size = max(1, len(events) // 2)
     while tries > 0:

@@ -35,6 +35,7 @@ _HOP_HEADERS = frozenset(
 )
 """Headers of one connection, not of the message (RFC 9110, 7.6.1)."""
 _RECORDED_PATHS = frozenset((*SAMPLING_PATHS, *CONTROL_PATHS))
+# paths may have ids in them, and a proxy may run for weeks
 _MAX_OTHER_PATHS = 64
 
 
@@ -138,6 +139,7 @@ class ProxyApp:
         path: str = scope["path"]
         if path not in _RECORDED_PATHS:
             others = self.traffic.other_paths
+            # safe methods are to change nothing (RFC 9110, 9.2.1): probes would fill the list
             if scope["method"] not in ("GET", "HEAD", "OPTIONS") and (
                 path in others or len(others) < _MAX_OTHER_PATHS
             ):
@@ -184,6 +186,7 @@ class ProxyApp:
         request = httpx.Request(
             scope["method"],
             self._url.copy_with(raw_path=_raw_path(self._url, scope)),
+            # the server's own name: behind a virtual host that of the proxy has no meaning
             headers=[*headers, (b"host", self._url.netloc)],
             content=body.stream() if body.is_long else body.recorded or None,
         )
@@ -210,6 +213,7 @@ class ProxyApp:
             self._end(recorded.exchange, How.COMPLETE)
         await send(start)
         try:
+            # raw: its client chose the encoding, and Content-Length counts packed bytes
             async for chunk in response.aiter_raw():
                 if recorded is not None:
                     recorded.take(chunk)
@@ -324,6 +328,7 @@ def _message_headers(
 
 
 def _raw_path(url: httpx.URL, scope: Scope) -> bytes:
+    # `path` is decoded: a %2F in a name would become a separator
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]
     return url.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")

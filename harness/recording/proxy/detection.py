@@ -50,6 +50,7 @@ def detect(url: str) -> ServerFacts:
     with httpx.Client(base_url=url, timeout=_SECONDS, trust_env=False) as client:
         try:
             models = _asked(client, "/v1/models")
+            # older releases of SGLang have only the names with `get_`
             info = _asked(client, "/server_info") or _asked(client, "/get_server_info")
             model = _asked(client, "/model_info") or _asked(client, "/get_model_info")
             weights = _asked(client, "/weight_info")
@@ -85,6 +86,7 @@ def _asked(client: httpx.Client, path: str) -> dict[str, Any]:
     try:
         reply = client.get(path)
         value: Any = reply.json() if reply.status_code == 200 else {}
+    # a busy server may be slow: what it does not say in time stays unknown
     except (ValueError, httpx.ReadTimeout):
         return {}
     return value if isinstance(value, dict) else {}

@@ -126,10 +126,12 @@ class RecordingProxy:
         and the socket closed.
         """
         limits = httpx.Limits(
+            # a request that waits for a free connection would look like a slow engine
             max_connections=None,
             max_keepalive_connections=None,
             keepalive_expiry=_UPSTREAM_KEEP_ALIVE,
         )
+        # a paused engine, or a long sample, may say nothing for hours
         timeout = httpx.Timeout(None, connect=30.0)
         try:
             async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
@@ -271,6 +273,7 @@ async def _listening(app: ProxyApp, bound: socket.socket) -> AsyncIterator[None]
         ws="none",
         interface="asgi3",
         proxy_headers=False,
+        # the engine's own come through: a second one would change the reply
         server_header=False,
         date_header=False,
         timeout_keep_alive=_KEEP_ALIVE,

@@ -88,6 +88,7 @@ def control_of(exchange: Exchange, engine: str) -> Control | None:
         return Control(
             kind=ControlKind.LOAD,
             label=_text(body.get("weight_version")),
+            # SGLang's default drops it: the old weights computed it
             clear_cache=body.get("flush_cache") is not False,
             aborts_all=body.get("abort_all_requests") is True,
         )
@@ -130,6 +131,7 @@ def _pause_vllm(exchange: Exchange, _body: Mapping[str, Any]) -> Control | None:
     if mode is None:
         return None
     clear = exchange.query.get("clear_cache", "true").lower() in ("true", "1", "yes", "on", "")
+    # level 0 only stops the scheduler, and leaves the memory alone
     if exchange.path == "/sleep":
         clear = exchange.query.get("level", "1") != "0"
     return Control(kind=ControlKind.PAUSE, mode=mode, clear_cache=clear)

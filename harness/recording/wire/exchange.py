@@ -17,6 +17,7 @@ from rollproof.recording.wire.sampling_replies import UnreadableReply
 __all__ = ["Exchange", "How", "KeptReply", "StreamedEvents"]
 
 _INDEX = re.compile(rb'"index":\s*(\d+)\s*\}$')
+# deflate packs zeros a thousandfold: a small reply must not fill the memory
 _MAX_UNPACKED = 1 << 30
 
 
@@ -103,6 +104,7 @@ class Exchange:
             return self.reply
         if self.encoding not in ("gzip", "deflate"):
             raise UnreadableReply(f"its reply is packed with {self.encoding}")
+        # 47 finds a header of gzip or zlib; HTTP's deflate has that of zlib (RFC 9110, 8.4.1.2)
         unpacker = zlib.decompressobj(wbits=47 if self.encoding == "gzip" else zlib.MAX_WBITS)
         try:
             return unpacker.decompress(self.reply, _MAX_UNPACKED)
@@ -155,6 +157,7 @@ class StreamedEvents:
         if not self.newest_only:
             self._events.append(text)
             return
+        # SGLang writes it last: to parse each event of a long reply would take the square of it
         found = _INDEX.search(text[-32:])
         index = int(found[1]) if found else 0
         self.size -= len(self._newest.get(index, b""))
@@ -205,9 +208,11 @@ class KeptReply:
         exchange.status = status
         exchange.encoding = headers.get("content-encoding", "").strip().lower()
         kind = headers.get("content-type", "")
+        # a packed stream shows no events, so that its bytes are kept in one piece
         if kind.startswith("text/event-stream") and not exchange.encoding:
             exchange.events = StreamedEvents(newest_only=newest_only)
         length = headers.get("content-length", "")
+        # these have none, even with a Content-Length (RFC 9110, 8.6)
         has_body = exchange.method != "HEAD" and status not in (204, 304)
         expected = int(length) if length.isdecimal() and has_body else None
         return cls(exchange, most, expected if has_body else 0)
@@ -229,6 +234,7 @@ class KeptReply:
                 exchange.reply_too_long = True
                 self._chunks.clear()
                 if exchange.events is not None:
+                    # its end is still looked for, in little memory
                     exchange.events = StreamedEvents(newest_only=True)
         if exchange.events is not None and exchange.events.done:
             self.is_complete = True

@@ -254,6 +254,7 @@ class ExchangeRecorder:
         if named is not None:
             return CallOwner(request_id=named.decode("latin-1"))
         rollout = exchange.headers.get(_ROLLOUT, b"").decode("latin-1")
+        # before the tokens are asked: such a call may begin like an open request
         if rollout == INTERNAL:
             return CallOwner(internal=True)
         if rollout:
@@ -414,6 +415,7 @@ class ExchangeRecorder:
         at, server = exchange.ended, exchange.server_id
         if not succeeded(exchange):
             if control.kind is ControlKind.LOAD:
+                # an update that failed may have loaded a part
                 self._server(server).stale = True
                 detail = exchange.detail or f"HTTP {exchange.status} of {exchange.path}"
                 self._trace.add(Fault(what="update-failure", server_id=server, detail=detail), at)

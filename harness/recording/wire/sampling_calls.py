@@ -122,6 +122,7 @@ def _sglang_calls(body: Mapping[str, Any]) -> tuple[list[WireCall], bool]:
         parameters = _mapping(sampling[number])
         handle = handles[number]
         if isinstance(rids, str) and len(prompts) > 1 and samples == 1:
+            # how SGLang names the prompts of a batch that came with one handle
             handle = f"{rids}_{number}"
         call = WireCall(
             prompt_ids=prompt,
@@ -209,6 +210,7 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def _whole(value: Any, default: Any) -> Any:
+    # not isinstance: JSON's true is an int in Python
     return value if type(value) is int and value >= 0 else default
 
 
