@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("command_folder")
         ),
         (
             ["init", "list"],
-            "Invalid value for 'what': 'list' is not one of 'rollouts', ",
+            "Invalid value for 'subject': 'list' is not one of 'rollouts', ",
         ),
         (["verify", "--jobs", "0"], "it must be at least 1"),
         (["gap", "x", "--seed", "x"], "Invalid value for '--seed': it must be a whole number."),
