@@ -200,13 +200,13 @@ class FakeEngine:
             queued.draw = FirstDraw(seed=queued.draw.seed, taken=siblings)
         return await self._answer(queued)
 
-    async def abort(self, handle: str = "*") -> tuple[int, ...]:
-        """End the calls with ``handle`` (``"*"``: all calls), and return their ids.
+    async def abort(self, wanted: str = "*") -> tuple[int, ...]:
+        """End the calls with the handle ``wanted`` (``"*"``: all calls), and return their ids.
 
         Their callers get the tokens so far.
         """
         self._refuse_dead()
-        return await self._abort(handle, self._named(handle))
+        return await self._abort(wanted, self._named(wanted))
 
     async def abort_call(self, call_id: int) -> tuple[int, ...]:
         """End one call, by its id in the trace, if it is in flight; what a case's abort does."""
