@@ -27,7 +27,7 @@ def is_torch_file(path: Path) -> bool:
                 return False
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
-    # ValueError: a name in the directory is no text
+    # a damaged directory: names that are no text, versions of the format that do not exist
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return False
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy as np
-
 from rollproof.core.call_ownership import CURRENT, Caller, Owners, here, named_request
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
@@ -55,6 +53,7 @@ from rollproof.recording.live_calls import RecordedActor, watch_live
 from rollproof.recording.live_trace import Counts, LiveTrace, WallClock
 from rollproof.recording.recorder import EngineCall
 from rollproof.recording.redaction import Redaction, RequestSample
+from rollproof.recording.taken_records import Taken, copied, size_of
 from rollproof.recording.wire.exchange import Exchange
 from rollproof.recording.wire.exchange_recorder import ExchangeRecorder
 from rollproof.recording.wrapping import WatchedCall
@@ -64,8 +63,6 @@ from rollproof.store.stream import made_by
 __all__ = ["LiveRecorder", "record_live"]
 
 _T = TypeVar("_T")
-_NUMBER = 8
-"""Bytes that one number of a list is taken to have."""
 
 
 def record_live(
@@ -338,8 +335,8 @@ class LiveRecorder:
 
     def observation(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Record tokens that the environment appends to a request's sequence."""
-        tokens = _copied(token_ids)
-        self._put(self._observation, request_id, tokens, size=_NUMBER * _length(tokens))
+        tokens = copied(token_ids)
+        self._put(self._observation, request_id, tokens, size=size_of(tokens))
 
     def update(self, version: Version, label: Version, phase: UpdatePhase | str) -> None:
         """Record that the trainer asks for the weights ``version`` under ``label`` (phase
@@ -592,74 +589,6 @@ def _forgotten(_at: float, exchanges: ExchangeRecorder, exchange: Exchange) -> N
 
 
 _NOTHING = WatchedCall(take=lambda _native: None, fail=lambda _error: None)
-
-
-class Taken:
-    """A record as it was when it was taken: lists and arrays of it are copied at once, and the
-    record is made of them by the thread that writes it.
-    """
-
-    __slots__ = ("_changed", "_record", "size")
-
-    def __init__(self, record: Any) -> None:
-        self._record = record
-        changed: dict[str, Any] | None = None
-        size = 0
-        for name in _MUTABLE.get(type(record), ()):
-            item = getattr(record, name)
-            kind = type(item)
-            if kind is tuple:
-                size += _NUMBER * len(item)
-            elif item is not None:
-                copy = item.copy() if kind is _ARRAY else _copied(item)
-                size += copy.nbytes if kind is _ARRAY else _NUMBER * _length(copy)
-                if changed is None:
-                    changed = {}
-                changed[name] = copy
-        self._changed = changed
-        self.size: int = size
-
-    def record(self) -> Any:
-        """Return the record."""
-        return self._record if self._changed is None else replace(self._record, **self._changed)
-
-
-_ARRAY = np.ndarray
-_PLAIN = frozenset((int, float, str, bool, type(None), bytes))
-_MUTABLE: Mapping[type, tuple[str, ...]] = {
-    Request: ("prompt_ids", "sampling", "turns"),
-    EngineCall: ("prompt_ids", "sampling"),
-    EngineOutput: ("token_ids", "logprobs", "routes", "spans"),
-    Rollout: (
-        "prompt_ids",
-        "response_ids",
-        "logprobs",
-        "loss_mask",
-        "routes",
-        "call_versions",
-        "spans",
-        "token_versions",
-        "extra",
-    ),
-    BatchRow: ("token_ids", "attention", "loss_mask", "logprobs", "routes", "routed"),
-}
-"""Fields that may hold a list or an array, or another thing that its owner may go on to change."""
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a list, a mapping, an array or a tensor; anything else as it is."""
-    # the first item speaks for all: a look at each token would cost the loop time
-    if type(value) is list and value and type(value[0]) not in _PLAIN:
-        return [*map(_copied, value)]
-    copy = getattr(value, "clone", None) or getattr(value, "copy", None)
-    return copy() if callable(copy) else value
-
-
-def _length(value: Any) -> int:
-    try:
-        return len(value)
-    except TypeError:
-        return 0
 
 
 def _id_of(request: object) -> str:

@@ -1,0 +1,88 @@
+"""Records as they were when a production loop handed them over, which may go on to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout
+from rollproof.recording.recorder import EngineCall
+
+__all__ = ["Taken", "copied", "size_of"]
+
+_NUMBER = 8
+"""Bytes that one number of a list is taken to have."""
+
+
+class Taken:
+    """A record as it was when it was taken: lists and arrays of it are copied at once, and the
+    record is made of them by the thread that writes it.
+    """
+
+    __slots__ = ("_changed", "_record", "size")
+
+    def __init__(self, record: Any) -> None:
+        self._record = record
+        changed: dict[str, Any] | None = None
+        size = 0
+        for name in _MUTABLE.get(type(record), ()):
+            item = getattr(record, name)
+            kind = type(item)
+            if kind is tuple:
+                size += _NUMBER * len(item)
+            elif item is not None:
+                copy = item.copy() if kind is _ARRAY else copied(item)
+                size += copy.nbytes if kind is _ARRAY else size_of(copy)
+                if changed is None:
+                    changed = {}
+                changed[name] = copy
+        self._changed = changed
+        self.size: int = size
+
+    def record(self) -> Any:
+        """Return the record."""
+        return self._record if self._changed is None else replace(self._record, **self._changed)
+
+
+_ARRAY = np.ndarray
+_PLAIN = frozenset((int, float, str, bool, type(None), bytes))
+_MUTABLE: Mapping[type, tuple[str, ...]] = {
+    Request: ("prompt_ids", "sampling", "turns"),
+    EngineCall: ("prompt_ids", "sampling"),
+    EngineOutput: ("token_ids", "logprobs", "routes", "spans"),
+    Rollout: (
+        "prompt_ids",
+        "response_ids",
+        "logprobs",
+        "loss_mask",
+        "routes",
+        "call_versions",
+        "spans",
+        "token_versions",
+        "extra",
+    ),
+    BatchRow: ("token_ids", "attention", "loss_mask", "logprobs", "routes", "routed"),
+}
+"""Fields that may hold a list or an array, or another thing that its owner may go on to change."""
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a list, a mapping, an array or a tensor; anything else as it is."""
+    # the first item speaks for all: a look at each token would cost the loop time
+    if type(value) is list and value and type(value[0]) not in _PLAIN:
+        return [*map(copied, value)]
+    copy = getattr(value, "clone", None) or getattr(value, "copy", None)
+    return copy() if callable(copy) else value
+
+
+def size_of(values: Any) -> int:
+    """Return the bytes that numbers in a list or the like are taken to have; 0 if it has no
+    length.
+    """
+    try:
+        return _NUMBER * len(values)
+    except TypeError:
+        return 0
