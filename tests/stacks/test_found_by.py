@@ -33,7 +33,7 @@ HELD = (
 )
 """The stacks whose cells are held."""
 
-_LINK = re.compile(r"\[(\w+\.py \w+)\]\(track_record/\w+\.py\)")
+_LINK = re.compile(r"\[(\w+)\]\(track_record/(\w+\.py)\)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +62,11 @@ def cells() -> list[tuple[str, str]]:
     out, script = [], ""
     for line in RECORD.splitlines():
         columns = line.split(" | ")
-        if re.match(r"\| \d+ \| ", line) and len(columns) == 6:
+        if re.match(r"\| \d+ \| ", line) and len(columns) == 4:
             link = _LINK.search(columns[1])
             # a row without a link is shown by the function of the row before
-            script = link[1] if link else script
-            out.append((script, columns[4]))
+            script = f"{link[2]} {link[1]}" if link else script
+            out.append((script, columns[2]))
     return out
 
 

@@ -342,7 +342,7 @@ def test_every_stack_has_a_matrix_of_releases_that_its_adapters_know(stack: str)
         file, _, fault = script.partition(" ")
         text = (ROOT / "docs" / "track_record" / file).read_text(encoding="utf-8")
         assert f"def {fault}(" in text, script
-        assert f"[{script}](track_record/{file})" in record
+        assert f"[{fault}](track_record/{file})" in record
 
 
 def test_every_matrix_is_that_of_a_stack() -> None:
