@@ -37,6 +37,7 @@ _BEYOND_A_RUN = (
     "a recording does not",
     "the clock of a recording does not",
     "no request has a budget",
+    "the trace has no other request",
     "no two requests of a trace ended by length at budgets three times apart",
 )
 """How reasons of unknown checks begin that no change of the client's replies or samples decides:
