@@ -17,9 +17,8 @@ from tools.docs.enum_texts import enum_texts
 __all__ = ["corrections_page"]
 
 _INTRO = """
-How to judge the function that corrects for off-policy rollouts: importance weights from the logprobs of the engine and of the trainer, what
-is truncated, masked or rejected, and the numbers that are reported. Such a function fails silently: weights of the wrong pair of logprobs, or
-a mean that counts padding, still train.
+How to judge the function that corrects for off-policy rollouts: its importance weights, what it truncates, masks or rejects, and the numbers
+that it reports. It fails silently: weights of the wrong pair of logprobs, or a mean that counts padding, still train.
 
 | entry point | |
 |---|---|
@@ -53,11 +52,10 @@ report = rollproof.judge_corrections(MyCorrection)
 assert not report.failed
 ```
 
-Each batch tests one situation: ratios within and beyond the bounds, statistics on both sides of a rejection, sequences of unequal length
-with other logprobs at masked places, empty and untrained sequences, equal logprobs (every weight is 1), ratios that overflow, tokens of
-several versions, missing logprobs. The exact result is computed in float64; tolerances are derived from the type that the contract declares
-(`rollproof.corrections.rounding`), and where rounding could decide a comparison, nothing is judged. Of tensors the gradients are taken as
-well. [checks.md](checks.md#correction) has the checks.
+Each batch tests one situation: ratios within and beyond the bounds, statistics on both sides of a rejection, unequal lengths with other
+logprobs at masked places, empty and untrained sequences, equal logprobs, ratios that overflow, tokens of several versions, missing logprobs.
+The exact result is computed in float64; tolerances are derived from the declared type (`rollproof.corrections.rounding`), and where rounding
+could decide a comparison, nothing is judged. Gradients of tensors are judged, too ([checks](checks.md#correction)).
 
 ## What the stacks call it
 

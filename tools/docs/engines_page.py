@@ -19,12 +19,8 @@ __all__ = ["engines_page"]
 RESULTS = Path(__file__).parents[2] / "docs" / "engine_results"
 _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
 _INTRO = """
-Released engines on a plain CPU, driven call by call through the same experiments, and what came out. Every value is compared with a
-Hugging Face forward, in float32, of the weights that sampled it. A CPU build shares the engine's scheduler, cache, capture and interfaces
-with the one for GPUs, and not its kernels.
-
-`rollproof verify --engine NAME [--model FOLDER]` judges one; `nox -s "engines(vllm)"` and `nox -s "engines(sglang)"` install them and run this
-as tests. [How to judge an engine](how-to/engines.md) has the rest.
+Released engines on a plain CPU, driven call by call through the same experiments ([how](how-to/engines.md)), and what came out. A CPU build
+shares the engine's scheduler, cache, capture and interfaces with the one for GPUs, and not its kernels.
 """
 
 
@@ -70,18 +66,23 @@ def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     everything = sorted({name for row in judged.values() for name in row["experiments"]})
     yield f"\n{len(everything)} experiments: {', '.join(everything)}.\n"
     yield "| run | what | without |\n|---|---|---|"
+    alike: dict[tuple[str, str], list[str]] = {}
     for name, row in judged.items():
         missing = [one for one in everything if one not in row["experiments"]]
-        yield f"| {name} | {row['about']} | {', '.join(missing)} |"
+        alike.setdefault((row["about"], ", ".join(missing)), []).append(name)
+    for (about, missing_ones), names in alike.items():
+        yield f"| {', '.join(names)} | {about} | {missing_ones} |"
+    first: dict[str, tuple[list[str], str]] = {}
+    for name, row in judged.items():
+        for check, text in row["findings"].items():
+            first.setdefault(check, ([], text))[0].append(name)
     findings = [
-        f"- **{name}**, `{check}`: {text}"
-        for name, row in judged.items()
-        for check, text in row["findings"].items()
+        f"- `{check}` ({', '.join(names)}): {text}" for check, (names, text) in first.items()
     ]
     if findings:
         yield (
-            "\n### What fails\n\nThe first finding of each check;"
-            " [track-record.md](track-record.md) reproduces them by hand.\n"
+            "\n### What fails\n\nThe first finding of each check, in the first run that has one;"
+            " the [track record](track-record.md) reproduces them by hand.\n"
         )
         yield from findings
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -106,10 +107,9 @@ def _gaps(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         return
     yield (
         "\n## The rollout gap\n\nSequences that the engine sampled at temperature 1, next to a"
-        " Hugging Face forward of the same weights in the same dtype, with its own routing (native)"
-        " and with the engine's routes replayed. In nats, with 95 % intervals over sequences. In"
-        " float32 the difference is rounding; in bfloat16 a part of it is experts that rounding"
-        " chose otherwise, which replay removes.\n"
+        " Hugging Face forward in the same dtype, with its own routing (native) and with the"
+        " engine's routes replayed. In nats, with 95 % intervals over sequences. In float32 the"
+        " difference is rounding; in bfloat16 a part of it is other experts, which replay removes.\n"
     )
     yield f"| engine | model | dtype | routing | tokens | sequences | {' | '.join(GAP_METRICS)} |"
     yield f"|---|---|---|---|---|---|{'---|' * len(GAP_METRICS)}"

@@ -53,21 +53,18 @@ def checks_page() -> Iterator[str]:
     registry = default_registry()
     families = dict.fromkeys(check.family for check in registry)
     yield (
-        f"# Checks and known bugs\n\n{len(registry)} checks in {len(families)} families, and"
-        f" {len(KNOWN_BUGS)} published faults (*known bugs*) that test them. A check is a pure"
-        " function of a trace: `pass` only if it was exercised, `unknown` if its situation never"
-        " arose or its data is absent, `not applicable` if the contract rules it out.\n"
+        f"# Checks and known bugs\n\n{len(registry)} checks in {len(families)} families, and in"
+        f" brackets the {len(KNOWN_BUGS)} published faults (*known bugs*) that test them, each at"
+        " the first check that detects it. [Concepts](concepts.md) says what the verdicts mean.\n"
     )
     yield (
         "`rollproof checks ID` shows which data a check needs, which situations exercise it, and"
-        " every known bug that it detects. Each known bug is planted on a reference client, trainer"
-        " or layout: its check must detect it, and no check may fail that the bug does not name."
-        " `rollproof known-bugs` runs them, and `rollproof known-bugs ID` describes one and says"
-        " where it was published. Below, a bug is listed at the first check that detects it.\n"
+        " all known bugs that it detects. `rollproof known-bugs` plants each bug on a reference"
+        " client, trainer or layout, and `rollproof known-bugs ID` says where it was published.\n"
     )
     listed: set[str] = set()
     for family in families:
-        yield f"\n## {family}"
+        yield f"\n## {family}\n"
         for check in registry:
             if check.family != family:
                 continue
@@ -75,19 +72,16 @@ def checks_page() -> Iterator[str]:
                 bug for bug in KNOWN_BUGS if check.id in bug.detected_by and bug.id not in listed
             ]
             listed |= {bug.id for bug in bugs}
-            yield f"\n### {check.id}\n\n{check.promise}"
-            if bugs:
-                yield f"\n{', '.join(f'`{bug.id}`' for bug in bugs)}"
+            named = f" ({', '.join(f'`{bug.id}`' for bug in bugs)})" if bugs else ""
+            yield f"- **{check.id}**: {check.promise}{named}"
 
 
 def contract_page() -> Iterator[str]:
     """docs/contract.md."""
     yield "# Contract\n"
     yield (
-        "What a subject declares about the samples that it returns. Engines and stacks differ"
-        " legitimately, and no check guesses a convention from the data: it reads it here, and a"
-        " check that a contract rules out is *not applicable*. `rollproof init` writes a contract"
-        " that fits your stack, and `rollproof contract explain` compares it with a run.\n"
+        "What a subject declares about the samples that it returns. To write one, see"
+        " [how](how-to/contract.md); [concepts](concepts.md#contract) says why.\n"
     )
     yield (
         "Every field takes the enum member or its plain text. Fields about routes are required"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ How to judge real engines and real trainers on NVIDIA GPUs, and what came out on
 
 | file | judges |
 |---|---|
-| `test_engines.py` | vLLM and SGLang by the conformance of the [CPU runs](engines.md), in several settings; 256 calls that are aborted and resumed while weights change; a call alone and in a batch; engines that are killed or stopped; tensor and expert parallelism |
+| `test_engines.py` | vLLM and SGLang as in the [CPU runs](engines.md), in several settings; 256 calls that are aborted and resumed while weights change; a call alone and in a batch; engines that are killed or stopped; tensor and expert parallelism |
 | `test_trainers.py` | `hf_replay` on one GPU, under FSDP2 and DDP; megatron-core's `RouterReplay` over NCCL ([replay](replay.md)) |
 | `test_gap.py` | the [gap](gap.md) between engines and trainers: native, R2, R3, three wrong replays; across a weight update |
 
@@ -30,19 +31,18 @@ nox -s gpu --no-venv                           # installs nothing: what the host
 nox -s gpu -- --rollproof-full --rollproof-require-gpu --rollproof-gpu-report report
 ```
 
-- Without a GPU everything is skipped with the reason. `--rollproof-require-gpu` makes that a failure, so that no green run is empty;
-  `--rollproof-gpus N` fails if fewer GPUs are found. Tests that need more GPUs than the host has are left out.
-- A default run takes less than ten minutes on one GPU; `--rollproof-full`, or naming tests on the command line, runs more. No test needs
-  more than four GPUs. Tests do not run in parallel (`-n` is refused).
-- Each engine has its own Python, because their dependencies conflict: set `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`, and install
-  rollproof in each (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
-- A session claims all free GPUs and prints which. It leaves alone those that other processes or sessions use, unless
-  `ROLLPROOF_SHARE_GPUS=1`; give each of several sessions its own with `CUDA_VISIBLE_DEVICES`.
+- Without a GPU everything is skipped with the reason. `--rollproof-require-gpu` makes that a failure; `--rollproof-gpus N` fails if fewer are
+  found. Tests that need more GPUs than the host has are left out; none needs more than four.
+- A default run takes less than ten minutes on one GPU; `--rollproof-full`, or naming tests, runs more. `-n` is refused.
+- The dependencies of the engines conflict: set `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`, and install rollproof in each
+  (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
+- A session claims all free GPUs and prints which. It leaves those alone that others use, unless `ROLLPROOF_SHARE_GPUS=1`; give each of several
+  sessions its own with `CUDA_VISIBLE_DEVICES`.
 - `--rollproof-gpu-report DIR` writes `run.json` and `run.html`; `python -m rollproof.gpu_suites.report.merging OUT run.json ...` joins the
   reports of shards. [ci](ci/README.md) has a workflow.
 - `--rollproof-model DIR` measures the gap on your checkpoint. `--rollproof-trainer SPEC` takes one trainer: `hf`, `fsdp2-2`, `fsdp2-4`,
-  `ulysses-2`, `ulysses-4` (DeepSpeed), `megatron`, `megatron-tp2`, ..., or your own `module:factory`, which is called with a mapping of
-  versions to checkpoint folders and returns a trainer ([gap.md](gap.md#scored-by-a-trainer)).
+  `ulysses-2`, `ulysses-4` (DeepSpeed), `megatron`, `megatron-tp2`, ..., or your own `module:factory`: from a mapping of versions to checkpoint
+  folders it makes a [trainer](gap.md#scored-by-a-trainer).
 """
 
 
@@ -83,13 +83,17 @@ def gpu_page() -> Iterator[str]:
 
 
 def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    split = {
+        cell["trainer"] for data in runs.values() for cell in data["gap"] if " " in cell["trainer"]
+    }
     yield (
         "\n## The gap\n\nA generated Qwen3-MoE (8 layers, 64 experts, top 8, hidden 512, sharpened"
         " head), 128 sequences of 288 sampled tokens; across an update 64 of 144. k3 = mean of"
         " exp(d) - 1 - d, d = trainer - rollout logprob. Ratios are those of k3 to native routing on"
         " the same tokens; controls are routes shifted by a token, by a layer, and permuted (the"
         " smallest ratio is shown). Self-replay is the largest difference of a logprob between a"
-        " recording pass and its replay. A row has the range over its trainers and runs.\n"
+        " recording pass and its replay. A row has the range over its trainers and runs. Trainers"
+        f" that are split over GPUs: {', '.join(sorted(split))}.\n"
     )
     yield (
         "| engine | dtype | trainers | native k3 | R3 k3 | R3 / native | controls | self-replay |"
@@ -101,7 +105,12 @@ def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             engine = f"{cell['engine']}, {cell['about']}" if cell["about"] else cell["engine"]
             rows.setdefault((engine, cell["dtype"]), []).append(cell)
     for (engine, dtype), cells in sorted(rows.items()):
-        trainers = ", ".join(sorted({cell["trainer"] for cell in cells}))
+        trainers = ", ".join(
+            name if count == 1 else f"{name} ({count} splits)"
+            for name, count in Counter(
+                trainer.partition(" ")[0] for trainer in sorted({cell["trainer"] for cell in cells})
+            ).items()
+        )
         k3 = [
             _range(cell["reports"][mode]["metrics"]["kl_mu_pi_k3"]["value"] for cell in cells)
             for mode in ("native", "R3")
@@ -118,14 +127,11 @@ def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         columns = (engine, dtype, trainers, *k3, ratio, worst, replayed)
         yield f"| {' | '.join(columns)} |"
     yield (
-        "\nThe limits of [gap.md](gap.md) are for trained models. A generated model amplifies"
-        " rounding and breaks those of k3 and mean"
+        "\nThe limits of [the gap](gap.md#limits) are for trained models. A generated model"
+        " amplifies rounding and breaks those of k3 and mean abs d, also with R3 (k3 is 0.003, the"
+        " limit 0.002): the suite asserts the effect of replay and of the controls, and that"
+        " self-replay is exact."
     )
-    yield (
-        "|d|, also with R3 (k3 is 0.003, and the limit 0.002). The suite asserts the effect of"
-        " replay and of the controls, and that"
-    )
-    yield "self-replay is exact."
 
 
 def _range(values: Iterable[float]) -> str:
@@ -136,10 +142,10 @@ def _range(values: Iterable[float]) -> str:
 
 def _time(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield (
-        "\n## Time\n\nTime in engines and trainers is theirs; all other time, also what no timer"
-        ' covers, counts as rollproof\'s own ("ours"). Goal: a'
+        "\n## Time\n\nTime in engines and trainers is theirs; all other time counts as rollproof's"
+        ' own ("ours"). Goal: a default run on one GPU takes less than 600 s, less than 10 % of it'
+        " ours."
     )
-    yield "default run on one GPU takes less than 600 s, of which less than 10 % are ours."
     for run, data in runs.items():
         if data.get("seconds_ours"):
             share = 100 * data["seconds_ours"] / data["seconds"]
@@ -186,16 +192,14 @@ def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 _MODES = """
 ## Three things that are not bit for bit, and why
 
-- **A matrix product in float32.** cuBLAS chooses a kernel by the number of rows, so the bits of a row depend on how many other rows are in
-  the product (in bfloat16 they did not). With replay sample by sample, padding goes to other experts than in the recording pass:
-  logprobs differ by up to 5.3e-5 in float32, by 0 in bfloat16. Row by row, padding included, self-replay must be 0, and is. (The 4.9e-5
-  below is of a run sample by sample.)
-- **A call to vLLM in batch-invariant mode, alone and in a batch.** Equal to the bit in steps of up to 255 tokens, not in longer ones: a
-  norm sums a row on another number of threads ([track record](track-record.md#on-gpus-vllm-0260-sglang-0517), 6). The suite repeats the
-  calls in smaller steps, where nothing may differ.
+- **A matrix product in float32.** cuBLAS chooses a kernel by the number of rows. With replay sample by sample, padding goes to other experts
+  than in the recording pass, so logprobs differ by up to 5.3e-5 in float32 (4.9e-5 below), by 0 in bfloat16. Row by row, padding included,
+  self-replay must be 0, and is.
+- **A call to vLLM in batch-invariant mode, alone and in a batch.** Equal to the bit in steps of up to 255 tokens, not in longer ones
+  ([track record](track-record.md#on-gpus-vllm-0260-sglang-0517), 6): the suite repeats the calls in smaller steps.
 - **A step with compiled attention, after a step of another width.** `torch.compile(dynamic=True)` treats sizes that are equal in the first
-  call as one (`use_duck_shape`); a second compilation sums in another order, and a loss differed by 4.8e-8. A trainer of yours that
-  compiles may have to declare a tolerance.
+  call as one (`use_duck_shape`); a second compilation sums in another order, and a loss differed by 4.8e-8. A trainer that compiles may have
+  to declare a tolerance.
 """
 
 _NOT_RUN = """

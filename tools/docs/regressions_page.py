@@ -21,19 +21,17 @@ def regressions_page() -> Iterator[str]:
     regressions = {name: Regressions.read(name) for name in stacks}
     results = {name: _results(name) for name in stacks}
     yield (
-        "# Faults put back\n\nPublished faults that a release has repaired are put back into that"
-        " release, each by an edit of a line or two, and the result is judged like any other code."
-        " The edits are in [docs/regressions](regressions/verl.toml), in words of our own;"
-        " `nox -s regressions -- verl` makes them in a copy of the package and runs them again"
+        "# Faults put back\n\nPublished faults that a release has repaired, put back into it by an"
+        " edit of a line or two and judged. `nox -s regressions -- verl` makes the edits of"
+        " [docs/regressions](regressions/verl.toml) in a copy of the package and judges it again"
         " (`-- slime --checkout DIR`).\n"
     )
     yield (
-        "A fault counts as found if the check that its file names reports a kind of finding that"
-        " the unchanged release does not have. *Cause*: the text of the first such finding names"
-        " the cause (a pattern in the file says what that is). *New*: every check with new kinds,"
-        " in the order in which they are printed. Only the parts are judged that run the edited"
-        " code. Seconds are those of a loaded machine, without imports. The tests of the frameworks"
-        " themselves were not run on the edits.\n"
+        "*Found*: the check that the file names reports a kind of finding that the unchanged release"
+        " does not have. *Cause*: the text of the first such finding names the cause (by a pattern"
+        " in the file). *New*: every check with new kinds. Only parts that run the edited code are"
+        " judged. Seconds are of a loaded machine, without imports. The tests of the frameworks were"
+        " not run on the edits.\n"
     )
     yield "| stack | put back | found | cause named | not put back, in scope | out of scope |"
     yield "|---|---|---|---|---|---|"
@@ -87,8 +85,8 @@ def _stack(known: Regressions, results: Mapping[str, Mapping[str, Any]]) -> Iter
     if known.not_planted:
         yield "\nNot put back:\n"
     for each in known.not_planted:
-        scope = "in scope" if each.in_scope else "out of scope"
-        yield f"- {each.reference}, {each.what} ({scope}): {each.why}."
+        scope = "" if each.in_scope else " (out of scope)"
+        yield f"- {each.reference}, {each.what}{scope}: {each.why}."
 
 
 def _row(fault: Fault, result: Mapping[str, Any]) -> str:

@@ -36,13 +36,12 @@ RESULTS = Path(__file__).parents[2] / "docs" / "replay_results"
 _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
 _SECTION = "replay-on-megatron-run-verl-091-skyrl-030-megatron-core-0161"
 _INTRO = """
-Reference for judging a trainer that replays recorded routes: what the adapter declares and reports, which steps rollproof runs, and the
-verdicts on the trainers that were judged. To begin, take the [tutorial](tutorials/replay-trainer.md), then
-[transformers](replay-hf.md) or [Megatron](replay-megatron.md).
+Reference: what the adapter of a trainer that replays recorded routes declares and reports, which steps rollproof runs, and the verdicts on
+the trainers that were judged. To begin, take the [tutorial](tutorials/replay-trainer.md), then [transformers](replay-hf.md) or
+[Megatron](replay-megatron.md).
 
-Routing replay makes a trainer's routers execute recorded experts: those of its own old-logprob pass (R2), or of the rollout engine (R3). It
-fails silently: a target that reaches the wrong row, layer, rank or microbatch still gives a finite loss. So a spy observes the *output* of
-every router, and the expected experts are derived from the samples' payload alone. All layers must have the same `top_k`.
+A spy observes the *output* of every router, and the expected experts are derived from the samples' payload alone. All layers must have the
+same `top_k`.
 
 | entry point | |
 |---|---|
@@ -131,31 +130,27 @@ def _covering() -> Iterator[str]:
 def _episodes() -> Iterator[str]:
     """The steps of a trainer that supports everything."""
     yield (
-        "\n## Episodes\n\nAn episode begins with a fresh adapter. These are the episodes of a trainer"
-        " that supports everything (R2,"
+        "\n## Episodes\n\nAn episode begins with a fresh adapter. A trainer that supports everything"
+        " (R2, one other model) runs these; `--profile nightly` and `soak` add random ones, which"
+        " repeat a few steps among failures, recomputes and other modes.\n"
     )
-    yield (
-        "one other model); `--profile nightly` and `soak` add random ones, which repeat a few steps"
-        " among failures, recomputes and"
-    )
-    yield "other modes.\n"
-    yield "| episode | steps |\n|---|---|"
-    for episode in episodes_for(Pipelined.contract):
-        yield f"| {episode.name} | {'; '.join(step.name for step in episode.steps)} |"
+    episodes = (f"{each.name} ({len(each.steps)})" for each in episodes_for(Pipelined.contract))
+    yield f"Episodes, with the number of their steps: {', '.join(episodes)}."
 
 
 def _table() -> Iterator[str]:
     checks = [check for check in default_registry() if check.about == "replay"]
     rows = {**_references(), **_results()}
     clean = [name for name, row in rows.items() if not _undecided(row)]
+    assert set(REFERENCES) <= set(clean)
     columns = [
         check for check in checks if any(check.id in _undecided(row) for row in rows.values())
     ]
     yield (
         f"\n## Verdicts\n\nReal trainers on CPU (gloo), judged on a machine that has their packages"
-        f" ({', '.join(_versions())}), and rollproof's own (`replay-*`, in numpy on simulated"
-        f" ranks). Every one of the {len(checks)} checks passes, or does not apply, in"
-        f" {'; '.join(clean)}.\n"
+        f" ({', '.join(_versions())}), and rollproof's own, in numpy on simulated ranks. Every one"
+        f" of the {len(checks)} checks passes, or does not apply, in all of rollproof's own and in"
+        f" {'; '.join(name for name in clean if name not in REFERENCES)}.\n"
     )
     yield (
         f"In the others, fail ✗ and unknown ? ([what fails](track-record.md#{_SECTION})); all other"
