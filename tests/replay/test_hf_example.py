@@ -1,4 +1,4 @@
-"""The worked example of docs/replay-hf.md."""
+"""The training loop of docs/replay-hf.md, and the example of the tutorial on replay."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ def _on_one_line(text: str) -> str:
     return "".join(text.split())
 
 
-def test_the_page_shows_the_code_that_is_run() -> None:
-    """Each piece of the trainer on the page is a piece of the example."""
+def tutorial() -> list[str]:
+    """The pieces of Python of the tutorial."""
+    text = (DOCS / "tutorials" / "replay-trainer.md").read_text(encoding="utf-8")
+    return re.findall(r"```python(?: title=\"[^\"]+\")?\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_tutorial_shows_the_code_that_is_run() -> None:
+    """Each piece of the trainer in the tutorial is a piece of the example."""
     example = (DOCS / "example" / "hf_trainer.py").read_text(encoding="utf-8")
-    pieces = re.findall(
-        r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    assert len(pieces) >= 3
+    pieces = [piece for piece in tutorial() if "class " not in piece and "def " not in piece]
+    assert 2 == len(pieces)
     # the page shows code of a method without its indentation, and so wraps it elsewhere
     code = _on_one_line(example)
     assert [] == [
-        piece
-        for piece in pieces[1:]
-        if _on_one_line(piece) not in code and "def my_replay" not in piece
+        piece for piece in pieces if _on_one_line(piece.replace("# fmt: skip", "")) not in code
     ]
 
 
@@ -65,19 +67,17 @@ def test_the_loop_on_the_page_trains() -> None:
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
 )
 def test_a_users_own_code_is_judged_as_the_page_says(tmp_path: Path) -> None:
-    """The last piece is a complete module; its trainer runs an episode and replays its routes."""
+    """The last piece of the tutorial is a complete module; its trainer runs an episode and replays
+    its routes.
+    """
     torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
     pytest.importorskip(
         "transformers",
         minversion="5.24",
         reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
     )
-    pieces = re.findall(
-        r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    (tmp_path / "mine.py").write_text(
-        next(piece for piece in pieces if "def my_replay" in piece), encoding="utf-8"
-    )
+    (piece,) = (piece for piece in tutorial() if "def my_replay" in piece)
+    (tmp_path / "mine.py").write_text(piece, encoding="utf-8")
     trace = record_replay(
         runpy.run_path(str(tmp_path / "mine.py"))["trainer"], only=["self-replay"]
     )
