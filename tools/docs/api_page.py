@@ -195,11 +195,11 @@ def _modules() -> Iterator[str]:
 def _flavours() -> Iterator[str]:
     yield (
         "\n## Engine flavours\n\nThe `flavours` of an adapter name those that it supports; `out` is"
-        " the `EngineOutput` of a call.\n"
+        " the `EngineOutput` of a call. An abort without tokens has no rows.\n"
     )
     yield (
-        "| flavour | rows | layer axis | dtype | version of the weights | logprobs | an empty abort"
-        " carries | a call while paused |"
+        "| flavour | rows | layer axis | dtype | version of the weights | logprobs | those of an"
+        " empty abort | a call while paused |"
     )
     yield "|---|---|---|---|---|---|---|---|"
     for flavour in FLAVOURS.values():
@@ -222,14 +222,12 @@ def _flavours() -> Iterator[str]:
 def _dtypes(flavour: Flavour) -> str:
     if len(flavour.dtypes) == 1:
         return f"`{flavour.dtypes[0][1]}`"
-    return ", ".join(f"`{name}` up to {largest} experts" for largest, name in flavour.dtypes)
+    return ", ".join(f"`{name}` (to {largest} experts)" for largest, name in flavour.dtypes)
 
 
 def _empty_abort(flavour: Flavour) -> str:
-    parts = ["no rows", "logprobs of length 0" if flavour.empty_logprobs else "`logprobs=None`"]
-    if flavour.version_tag is VersionTag.SPANS_AND_LAST:
-        parts.append("one empty span")
-    return ", ".join(parts)
+    logprobs = "of length 0" if flavour.empty_logprobs else "`None`"
+    return f"{logprobs}{', one empty span' if flavour.version_tag is VersionTag.SPANS_AND_LAST else ''}"
 
 
 def _class(cls: type, members: tuple[str, ...] = (), more: str = "") -> Iterator[str]:
@@ -276,9 +274,42 @@ def _member(cls: type, name: str) -> Any:
 
 
 def _function(function: Callable[..., Any], name: str, *, level: int, title: str) -> Iterator[str]:
-    yield f"\n{'#' * level} {title}\n\n```python\n{_signature(function, name)}\n```"
-    if function.__doc__:
-        yield f"\n{markdown(function.__doc__)}"
+    text = markdown(function.__doc__)
+    signature = inspect.signature(function)
+    described = {
+        name: f"- `{_parameter(parameter)}`:"
+        for name, parameter in signature.parameters.items()
+        if f"\n- `{name}`:" in text
+    }
+    if len(described) < _SEVERAL:
+        yield f"\n{'#' * level} {title}\n\n```python\n{_signature(function, name)}\n```\n\n{text}"
+        return
+    # the list of arguments has their types and defaults: a signature would say them a second time
+    assert set(described) == set(signature.parameters) - {"self"}, title
+    first = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name != "self"
+    ]
+    begin = "await " if inspect.iscoroutinefunction(function) else ""
+    call = f"{begin}{name}({', '.join([*first, '*', '...'])}) -> {signature.return_annotation}"
+    yield f"\n{'#' * level} {title}\n\n`{call}`\n"
+    yield re.sub(r"^- `(\w+)`:", lambda m: described.get(m[1], m[0]), text, flags=re.MULTILINE)
+
+
+_SEVERAL = 4
+"""From so many described arguments on, a list of them takes the place of a signature."""
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    """Return a parameter with its type and its default."""
+    return str(
+        parameter.replace(
+            kind=parameter.KEYWORD_ONLY,
+            annotation=_Bare(parameter.annotation),
+            default=_bare(parameter.default),
+        )
+    )
 
 
 def _signature(function: Callable[..., Any], name: str) -> str:

@@ -83,10 +83,11 @@ def _stack(known: Regressions, results: Mapping[str, Mapping[str, Any]]) -> Iter
     if waiting:
         yield f"\nWithout a stored run: {', '.join(waiting)}."
     if known.not_planted:
-        yield "\nNot put back:\n"
-    for each in known.not_planted:
-        scope = "" if each.in_scope else " (out of scope)"
-        yield f"- {each.reference}, {each.what}{scope}: {each.why}."
+        left = ", ".join(each.reference for each in known.not_planted)
+        yield (
+            f"\nNot put back, for the reasons in [{known.stack}.toml](regressions/{known.stack}.toml):"
+            f" {left}."
+        )
 
 
 def _row(fault: Fault, result: Mapping[str, Any]) -> str:
