@@ -27,6 +27,8 @@ PAGES = {
 
 _CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 """Code with a `|` that GitHub's tables want escaped; those of mkdocs show the backslash."""
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_CODE_IN_HTML = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 _LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -67,3 +69,14 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
         return f"]({match['target']})"
 
     return _CODE.sub(lambda code: code[0].replace("\\|", "|"), _LINK.sub(target, markdown))
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Let code in cells of tables break after a sign: a phone is narrower than names of checks."""
+
+    def breakable(cell: re.Match[str]) -> str:
+        return _CODE_IN_HTML.sub(
+            lambda code: re.sub(r"([._=|/(])(?=\w)", r"\1<wbr>", code[0]), cell[0]
+        )
+
+    return _CELL.sub(breakable, html)
