@@ -53,9 +53,9 @@ def checks_page() -> Iterator[str]:
     registry = default_registry()
     families = dict.fromkeys(check.family for check in registry)
     yield (
-        f"# Checks and known bugs\n\n{len(registry)} checks in {len(families)} families, and in"
-        f" brackets the {len(KNOWN_BUGS)} published faults (*known bugs*) that test them, each at"
-        " the first check that detects it. [Concepts](concepts.md) says what the verdicts mean.\n"
+        f"# Checks and known bugs\n\n{len(registry)} checks in {len(families)} families, tested"
+        f" by {len(KNOWN_BUGS)} published faults (*known bugs*); in brackets: how many each check is"
+        " the first to detect. [Concepts](concepts.md) says what the verdicts mean.\n"
     )
     yield (
         "`rollproof checks ID` shows which data a check needs, which situations exercise it, and"
@@ -72,8 +72,8 @@ def checks_page() -> Iterator[str]:
                 bug for bug in KNOWN_BUGS if check.id in bug.detected_by and bug.id not in listed
             ]
             listed |= {bug.id for bug in bugs}
-            named = f" ({', '.join(f'`{bug.id}`' for bug in bugs)})" if bugs else ""
-            yield f"- **{check.id}**: {check.promise}{named}"
+            counted = f" ({len(bugs)})" if bugs else ""
+            yield f"- **{check.id}**{counted}: {check.promise}"
 
 
 def contract_page() -> Iterator[str]:
