@@ -55,8 +55,8 @@ class OurRollouts:
         self.client = StandIn(fleet, CONTRACT)
 
     async def rollout(self, request):
-        # (2) Make one sample of `request.prompt_ids` with your client, through whatever
-        # happens to the engines meanwhile.
+        # (2) Make one sample of `request.prompt_ids` with your client, of at most
+        # `request.budget` tokens (`None`: no limit), through whatever happens to the engines.
         return await self.client.generate(request)
 
     async def update_weights(self, version):
