@@ -54,8 +54,8 @@ def checks_page() -> Iterator[str]:
     families = dict.fromkeys(check.family for check in registry)
     yield (
         f"# Checks and known bugs\n\n{len(registry)} checks in {len(families)} families, tested"
-        f" by {len(KNOWN_BUGS)} published faults (*known bugs*); in brackets: how many each check is"
-        " the first to detect. [Concepts](concepts.md) says what the verdicts mean.\n"
+        f" by {len(KNOWN_BUGS)} published faults (*known bugs*); in brackets: how many each check"
+        " is the first to detect. [Concepts](concepts.md) says what the verdicts mean.\n"
     )
     yield (
         "`rollproof checks ID` shows which data a check needs, which situations exercise it, and"
