@@ -196,7 +196,7 @@ class MegatronTrainer:
 def watch(spy, layer, tokens):
     """On the router's *output*: what is executed, whatever was installed. Rows are (place, sample); here the sample is one."""
 
-    def told(_module, _inputs, output):
+    def report(_module, _inputs, output):
         spy.routed(layer, ids_of_map(output[1].numpy(), TOP_K), tokens=tokens.T.flatten())
 
-    return told
+    return report

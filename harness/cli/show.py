@@ -35,22 +35,22 @@ def show(
         Path, typer.Argument(metavar="FILE", help="A trace or a counterexample, in either form.")
     ],
     request: Annotated[
-        str | None, typer.Option("--request", metavar="ID", help="Tell what happened to it.")
+        str | None, typer.Option("--request", metavar="ID", help="Show what happened to this request.")
     ] = None,
     finding: Annotated[
         int | None,
-        typer.Option("--finding", metavar="N", help="Tell this finding, counted from 1."),
+        typer.Option("--finding", metavar="N", help="Show this finding, counted from 1."),
     ] = None,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Also draw the trace, as one HTML file."),
     ] = None,
 ) -> int:
-    """Tell the story of a trace: what happened to the request of its first finding, event by event.
+    """Show what happened to the request of a trace's first finding, event by event.
 
-    A trace without findings tells its first request. Of a long trace the first look reads up to the
-    first finding; --finding and --request read all of it once, and later looks only what they show.
-    Exit code 0, whatever was found; 254 if the file cannot be read to its end.
+    Without findings: to its first request. A long trace is read up to its first finding; --finding
+    and --request read all of it once, and later only what they show. Exit code 0, whatever was
+    found; 254 if the file cannot be read to its end.
     """
     output = Output()
     if finding is not None and request is not None:
