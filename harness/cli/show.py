@@ -35,7 +35,8 @@ def show(
         Path, typer.Argument(metavar="FILE", help="A trace or a counterexample, in either form.")
     ],
     request: Annotated[
-        str | None, typer.Option("--request", metavar="ID", help="Show what happened to this request.")
+        str | None,
+        typer.Option("--request", metavar="ID", help="Show what happened to this request."),
     ] = None,
     finding: Annotated[
         int | None,
