@@ -57,10 +57,9 @@ class EngineCall:
     """The request of one call to an engine of the user.
 
     ``request_id`` is the id of a rollout's request, or a handle that begins with it and ``-``,
-    ``_``, ``:``, ``/`` or ``.``. It may be omitted. The call then belongs to the rollout in which
-    context it is made, or else to the open request that sends these ``prompt_ids`` next, or else to
-    the one with the longest prompt that they begin with. If several requests remain (equal
-    prompts, and calls from threads of an executor), none of them is judged: set the id.
+    ``_``, ``:``, ``/`` or ``.``. Without it the call belongs to the rollout in whose context it is
+    made, else to the open request that sends these ``prompt_ids`` next, else to the one with the
+    longest prompt that they begin with; if several remain, none of them is judged.
     """
 
     prompt_ids: tuple[int, ...]
@@ -118,10 +117,7 @@ def record(
 
 
 class Recording:
-    """A run that is being recorded.
-
-    ``recorded`` is the trace so far, ``report`` the verdicts after the block has ended.
-    """
+    """A run that is being recorded."""
 
     def __init__(
         self,

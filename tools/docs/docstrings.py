@@ -51,7 +51,7 @@ def markdown(docstring: str | None) -> str:
         elif section and line.startswith("        "):
             out.append(f"  {line.strip()}")
         elif line.endswith("::"):
-            out += [line.removesuffix(":"), "", "```python"]
+            out += [*([] if line == "::" else [line.removesuffix(":"), ""]), "```python"]
             code = True
         elif not (code and line == "" and out[-1] == "```python"):
             section = section and line.startswith("    ")
