@@ -78,7 +78,7 @@ def on_page_content(html: str, **_: object) -> str:
 
     def breakable(cell: re.Match[str]) -> str:
         return _CODE_IN_HTML.sub(
-            lambda code: re.sub(r"([._=|/(])(?=\w)", r"\1<wbr>", code[0]), cell[0]
+            lambda code: re.sub(r"(?<=\w)([._=|/(])(?=\w)", r"\1<wbr>", code[0]), cell[0]
         )
 
     return _CELL.sub(breakable, html)
