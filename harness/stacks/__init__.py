@@ -7,11 +7,16 @@ a stack imports the framework, which may take half a minute and gigabytes: one p
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from rollproof.core.case import Case
 from rollproof.core.error_text import describe_error_with_place
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import RollproofError, StackError, UsageError
@@ -34,6 +39,7 @@ __all__ = [
     "Found",
     "Release",
     "Stack",
+    "StackPart",
     "installed_version",
     "load_stack",
     "parse_spec",
@@ -100,6 +106,73 @@ class Stack:
         return recipe
 
 
+class StackPart:
+    """A part of a stack (``client``, ``padded-batch``, ...), to be judged by
+    ``rollproof.conformance``.
+
+    The framework is imported when the part is judged, not when the factory is made: pytest collects
+    the tests of a repository without it.
+
+    Args:
+        stack: The name of the stack, as ``rollproof verify --stack`` takes it.
+        part: One of its parts; docs/stacks.md lists them.
+        checkout: The root folder of a checkout of it. Default: what is installed.
+    """
+
+    def __init__(self, stack: str, part: str, *, checkout: str | Path | None = None) -> None:
+        self.stack = stack
+        self.part = part
+        self.checkout = None if checkout is None else str(checkout)
+
+    def __call__(self) -> Any:
+        """Return a fresh subject. Raises as ``load_stack`` does, and ``UsageError`` for an unknown
+        part.
+        """
+        return self._factory()()
+
+    @property
+    def recipe(self) -> dict[str, str]:
+        """How ``rollproof replay`` makes the subject again."""
+        recipe = {"stack": self.stack, "part": self.part}
+        return recipe if self.checkout is None else {**recipe, "checkout": self.checkout}
+
+    @property
+    def flavours(self) -> tuple[str, ...] | None:
+        """The engine flavours that the part speaks; ``None`` if any will do."""
+        flavours: tuple[str, ...] | None = getattr(self._factory(), "flavours", None)
+        return flavours
+
+    def cases(self, profile: str, seed: int) -> list[Case] | None:
+        """Return the schedules that fit the part; ``None``: those of the profile."""
+        cases = getattr(self._factory(), "cases", None)
+        return None if cases is None else list(cases(profile, seed))
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Load the stack, and silence its loggers until the context ends.
+
+        Its repository's other tests, in the same process, may look at what is logged.
+        """
+        before = _levels()
+        _, silenced = _load(self.stack, self.checkout)
+        for name, level in silenced.items():
+            logging.getLogger(name).setLevel(level)
+        try:
+            yield
+        finally:
+            for name in silenced:
+                logging.getLogger(name).setLevel(before.get(name, logging.NOTSET))
+
+    def _factory(self) -> SubjectFactory:
+        stack, _ = _load(self.stack, self.checkout)
+        factories = {**stack.parts, **stack.batches, **stack.corrections}
+        if self.part not in factories:
+            raise UsageError(
+                f"{stack.title} has no part {self.part!r}; choose among {sorted(factories)}."
+            )
+        return factories[self.part]
+
+
 def load_stack(spec: str, *, checkout: str | Path | None = None) -> Stack:
     """Load ``verl`` or ``verl==0.9.1``.
 
@@ -152,6 +225,27 @@ def release_of(name: str) -> Release:
     known, _ = parse_spec(name)
     release: Release = importlib.import_module(STACKS[known]).RELEASE
     return release
+
+
+@functools.cache
+def _load(stack: str, checkout: str | None) -> tuple[Stack, Mapping[str, int]]:
+    """Return the stack, and the levels of the loggers that its adapters have silenced."""
+    before = _levels()
+    loaded = load_stack(stack, checkout=checkout)
+    # The packages that it imports set levels of their own loggers too, but lower ones.
+    return loaded, {
+        name: level
+        for name, level in _levels().items()
+        if level >= logging.ERROR and level != before.get(name)
+    }
+
+
+def _levels() -> dict[str, int]:
+    """Return the level of each logger that there is."""
+    loggers = logging.root.manager.loggerDict
+    return {
+        name: logger.level for name, logger in loggers.items() if isinstance(logger, logging.Logger)
+    }
 
 
 def _look_up(
