@@ -21,7 +21,13 @@ from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult
 from rollproof.pytest_plugin.suite_spec import Suite
-from rollproof.verification.argument_checks import as_expected, as_flavours, as_names, as_seed
+from rollproof.verification.argument_checks import (
+    as_expected,
+    as_flavours,
+    as_names,
+    as_path,
+    as_seed,
+)
 from rollproof.verification.options import ROLLOUTS
 from rollproof.verification.schedules import PROFILES
 from rollproof.verification.subject_kinds import KINDS, kind_of
@@ -53,7 +59,7 @@ def conformance(
     seed: int | None = None,
     only: Iterable[str] = (),
     flavours: str | Iterable[str] | None = None,
-    expected: Mapping[str, str] | None = None,
+    expected: Mapping[str, str] | str | Path | None = None,
     about: str | None = None,
 ) -> Callable[[_F], _F]:
     """Decorate a test function that takes ``check``: it becomes one pytest item per check.
@@ -68,13 +74,15 @@ def conformance(
 
     Args:
         factory: makes a fresh subject: a class, or a function without arguments (for a
-            ``BatchSubject``, its class).
+            ``BatchSubject``, its class), or a ``rollproof.stacks.StackPart``.
         name: the subject's name in reports.
         profile: how much is run; wins over the session's option.
         seed: wins over the session's option.
         only: ids or families of checks; wins over the session's option.
         flavours: the engine flavours to run on; default: all that fit the contract.
-        expected: ids of checks that are known to fail, with the reason.
+        expected: ids of checks that are known to fail, with the reason, or the path of a file of
+            expected failures (docs/options.md), such as ``Path(__file__).with_name(...)``. It
+            counts in addition to the session's file, whose option is the one that rewrites it.
         about: the kind of subject if its class does not show it: ``rollouts``, ``batches``,
             ``replay``, ``layouts``, ``corrections`` or ``engines``.
 
@@ -90,7 +98,7 @@ def conformance(
         seed=seed,
         only=_checked(as_names(only, "only")),
         flavours=None if flavours is None else as_flavours(flavours),
-        expected=as_expected(expected, default_registry()),
+        **expected_of(expected),
         about=kind_of(factory) if about is None else about,
         module=str(getattr(factory, "__module__", "")),
     )
@@ -121,6 +129,17 @@ def conformance(
         return function
 
     return mark
+
+
+def expected_of(expected: Mapping[str, str] | str | Path | None) -> dict[str, Any]:
+    """Return the fields of a ``Suite`` that say which failures are expected.
+
+    Raises ``UsageError`` for anything but a mapping of ids to reasons, or a path.
+    """
+    if isinstance(expected, str | Path):
+        # read when the subject runs: the option that rewrites it may be about to create it
+        return {"expected_file": as_path(expected, "expected")}
+    return {"expected": as_expected(expected, default_registry())}
 
 
 def check_profile(profile: str | None) -> None:
@@ -161,7 +180,7 @@ class Conformance:
     seed: ClassVar[int | None] = None
     only: ClassVar[tuple[str, ...]] = ()
     flavours: ClassVar[str | tuple[str, ...] | None] = None
-    expected: ClassVar[Mapping[str, str] | None] = None
+    expected: ClassVar[Mapping[str, str] | str | Path | None] = None
     _about: ClassVar[str] = ROLLOUTS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -171,7 +190,7 @@ class Conformance:
         _checked(as_names(cls.only, "only"))
         if cls.flavours is not None:
             as_flavours(cls.flavours)
-        as_expected(cls.expected, default_registry())
+        expected_of(cls.expected)
         # Only classes that set a subject: a base class of a user may have any name.
         if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
             warnings.warn(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,15 +20,16 @@ from rollproof.errors import RollproofError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.report import Interrupted, Report, finding_dict
-from rollproof.pytest_plugin.decorators import Conformance, check_profile
+from rollproof.pytest_plugin.decorators import Conformance, check_profile, expected_of
 from rollproof.pytest_plugin.session_state import State
 from rollproof.pytest_plugin.short_summary import HEADLINE
 from rollproof.pytest_plugin.suite_spec import Suite
 from rollproof.reporting.setup_errors import setup_error_lines
 from rollproof.reporting.text import KINDS, check_lines, finding_headline, finding_rows, text_of
+from rollproof.stacks import StackPart
 from rollproof.verification.argument_checks import as_flavours, as_seed
 from rollproof.verification.counterexamples import delete_counterexamples
-from rollproof.verification.expected_failures import ExpectedFailures
+from rollproof.verification.expected_failures import Expectation, ExpectedFailures
 from rollproof.verification.options import ROLLOUTS, Options
 from rollproof.verification.subject_kinds import run
 
@@ -80,31 +81,37 @@ def run_item(item: pytest.Function, state: State) -> None:
     report = _report(state, suite, item)
     check_id = item.funcargs["check"]
     result = next(result for result in report.results if result.id == check_id)
+    listed = _listed(state, suite, check_id)
     # For JUnit files, and for the plugin, which lists an unknown verdict as UNKNOWN. An item may
     # run again (pytest-rerunfailures).
     others = [pair for pair in item.user_properties if not pair[0].startswith("rollproof_")]
     item.user_properties[:] = [*others, *_properties(result, report)]
-    _raise_outcome(item, result, report, state)
+    _raise_outcome(item, result, report, state, listed)
     item.funcargs["check"] = result
 
 
 def _raise_outcome(
-    item: pytest.Function, result: CheckResult, report: Report, state: State
+    item: pytest.Function,
+    result: CheckResult,
+    report: Report,
+    state: State,
+    listed: Sequence[Expectation],
 ) -> None:
-    """End the item by its verdict, unless the check passed as it should."""
+    """End the item by its verdict, unless the check passed as it should.
+
+    ``listed`` are the entries of files of expected failures that speak about the check.
+    """
     reason = report.expected.get(result.id)
-    if result.verdict is Verdict.FAIL:
-        if reason is not None and not result.otherwise:
-            pytest.xfail(reason)
+    failed = result.verdict is Verdict.FAIL
+    if failed and (reason is None or result.otherwise):
         _fail(item, _failure_text(item, result, report), finding_headline(_data(result, report)))
-    # Strict like xfail_strict; an unknown check has shown nothing, so its entry stays.
-    if reason is not None and result.verdict is not Verdict.UNKNOWN and not state.settings.accept:
-        pytest.fail(
-            f"{result.id} is listed as an expected failure ({reason}), but its verdict is"
-            f" {result.verdict}: remove the entry, or run with --rollproof-accept to have the file"
-            " rewritten.",
-            pytrace=False,
-        )
+    if not state.settings.accept:
+        _refuse_stale(result, reason, listed)
+    if failed:
+        pytest.xfail(reason or "")
+    undecided = next((entry for entry in listed if entry.undecided), None)
+    if result.verdict is Verdict.UNKNOWN and undecided is not None:
+        pytest.skip(f"unknown, as listed: {undecided.explanation}")
     if result.verdict is Verdict.NOT_APPLICABLE:
         pytest.skip(f"not applicable: {result.reason}")
     if result.verdict is Verdict.UNKNOWN:
@@ -116,6 +123,41 @@ def _raise_outcome(
             " verdict never counts as passed; set rollproof_unknown = skip to skip such items.",
             pytrace=False,
         )
+
+
+def _refuse_stale(result: CheckResult, reason: str | None, listed: Sequence[Expectation]) -> None:
+    """Fail the item if it is listed, and its verdict is another. Strict like xfail_strict; an
+    unknown check has shown nothing of a failure, so its entry stays.
+    """
+    advice = "remove the entry, or run with --rollproof-accept to have the file rewritten."
+    verdict = str(result.verdict)
+    for entry in listed:
+        complaint = entry.complaint(verdict, result.known)
+        if complaint is not None:
+            state_of_it = "undecided" if entry.undecided else "an expected failure"
+            pytest.fail(
+                f"{result.id} is listed as {state_of_it} ({entry.explanation}), but {complaint}:"
+                f" {advice}",
+                pytrace=False,
+            )
+    decorated = reason is not None and not listed
+    if decorated and result.verdict not in (Verdict.UNKNOWN, Verdict.FAIL):
+        pytest.fail(
+            f"{result.id} is listed as an expected failure ({reason}), but its verdict is"
+            f" {verdict}: {advice}",
+            pytrace=False,
+        )
+
+
+def _listed(state: State, suite: Suite, check_id: str) -> tuple[Expectation, ...]:
+    """Return the entries of files of expected failures that speak about a check of a suite.
+
+    The suite must have run.
+    """
+    profile = suite.profile or state.settings.profile
+    seed = suite.seed if suite.seed is not None else state.seed_of(profile)
+    expected = state.listed[suite.run_key(profile, seed)]
+    return tuple(entry for entry in expected.covering(suite.title) if entry.check == check_id)
 
 
 def _raise_cause(item: pytest.Function, result: CheckResult, report: Report, state: State) -> None:
@@ -213,7 +255,7 @@ def _report(state: State, suite: Suite, item: pytest.Function) -> Report:
     if not isinstance(outcome, RollproofError):
         raise outcome
     recipe = _recipe(suite.factory)
-    subject = recipe["subject"] if recipe is not None and suite.about == ROLLOUTS else None
+    subject = recipe.get("subject") if recipe is not None and suite.about == ROLLOUTS else None
     _fail(
         item,
         text_of(setup_error_lines(suite.title, outcome, subject=subject)),
@@ -228,32 +270,29 @@ def _run(
     assert suite.factory is not None
     config = item.config
     worker = getattr(config, "workerinput", {}).get("workerid", "")
-    listed = (
-        ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept)
-        if state.settings.expected
-        else None
-    )
     # One folder per xdist worker: two of them may run the same subject at the same time.
     root = config.rootpath / ".rollproof"
     folder, notes = _counterexample_folder(root / worker / suite.folder)
     only = suite.only or state.settings.only
     if suite.about == ROLLOUTS and not only:
         only = tuple(check.id for check in default_registry() if check.about == ROLLOUTS)
-    options = Options(
-        name=suite.title,
-        profile=profile,
-        seed=seed,
-        only=only,
-        expected={**(suite.expected or {}), **(listed.reasons(suite.title) if listed else {})},
-        known_failures=listed.ways(suite.title) if listed else {},
-        recipe=_recipe(suite.factory),
-        counterexample_dir=folder,
-        keep_counterexamples=frozenset() if folder is None else _written_checks(state, folder),
-        flavours=suite.flavours,
-    )
     key = suite.report_key(profile, seed)
     try:
-        report = run(suite.about, suite.factory, options)
+        expected = _expected_failures(state, suite)
+        state.listed[suite.run_key(profile, seed)] = expected
+        options = Options(
+            name=suite.title,
+            profile=profile,
+            seed=seed,
+            only=only,
+            expected={**(suite.expected or {}), **expected.reasons(suite.title)},
+            known_failures=expected.ways(suite.title),
+            recipe=_recipe(suite.factory),
+            counterexample_dir=folder,
+            keep_counterexamples=frozenset() if folder is None else _written_checks(state, folder),
+            flavours=suite.flavours,
+        )
+        report = _judge(suite, options)
         report = replace(report, notes=(*report.notes, *notes))
         passed = {result.id for result in report.results if result.verdict is Verdict.PASS}
         # A session with xdist writes into a folder per worker, one without into the root: each
@@ -269,6 +308,31 @@ def _run(
         return error
     state.add_report(key, report.to_dict(), item)
     return report
+
+
+def _judge(suite: Suite, options: Options) -> Report:
+    """Judge the subject, a part of a stack with the schedules that fit it."""
+    factory = suite.factory
+    assert factory is not None
+    if not isinstance(factory, StackPart):
+        return run(suite.about, factory, options)
+    with factory.loaded():
+        if suite.about == ROLLOUTS and suite.flavours is None:
+            options = replace(
+                options,
+                flavours=factory.flavours,
+                cases=factory.cases(options.profile, options.seed),
+            )
+        return run(suite.about, factory, options)
+
+
+def _expected_failures(state: State, suite: Suite) -> ExpectedFailures:
+    """Return the entries of the suite's own file and of the session's, which may be the same."""
+    names = (suite.expected_file, state.settings.expected)
+    files = dict.fromkeys(Path(name).resolve() for name in names if name is not None)
+    return ExpectedFailures.joined(
+        ExpectedFailures.read(file, missing_ok=state.settings.accept) for file in files
+    )
 
 
 def _counterexample_folder(folder: Path) -> tuple[Path | None, tuple[str, ...]]:
@@ -314,7 +378,7 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
         seed=cls.seed,
         only=tuple(cls.only),
         flavours=None if cls.flavours is None else as_flavours(cls.flavours),
-        expected=cls.expected,
+        **expected_of(cls.expected),
         about=cls._about,
         module=cls.__module__,
         owner=cls,
@@ -338,6 +402,8 @@ def _factory(cls: type[Conformance]) -> SubjectFactory:
 
 def _recipe(factory: SubjectFactory) -> dict[str, str] | None:
     """Return how ``rollproof replay`` makes the subject; ``None`` for a factory without a name."""
+    if isinstance(factory, StackPart):
+        return factory.recipe
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "<")
     return {"subject": f"{_place(module)}:{name}"} if module and "<" not in name else None
 

@@ -51,8 +51,9 @@ class State:
 
     ``settings`` are the options. ``fresh_seed`` is the seed of profiles that have none of their
     own. ``reports`` and ``gaps`` are JSON reports by key, ``runs`` the report of each subject, or
-    the error that kept it from running, ``shown_by`` the item that shows what several items of a
-    subject have as their cause, and ``summary`` the lines that end the closing summary.
+    the error that kept it from running, ``listed`` its expected failures, ``shown_by`` the item
+    that shows what several items of a subject have as their cause, and ``summary`` the lines that
+    end the closing summary.
     """
 
     def __init__(self, *, settings: Settings, fresh_seed: int) -> None:
@@ -62,6 +63,7 @@ class State:
         self.reports: dict[str, dict[str, Any]] = {}
         self.gaps: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, Any] = {}
+        self.listed: dict[str, ExpectedFailures] = {}
         self.shown_by: dict[str, str] = {}
         self.summary: list[str] = []
 

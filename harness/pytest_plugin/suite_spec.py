@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollproof.core.files import folder_name
@@ -19,9 +20,9 @@ class Suite:
     """A subject and how to run it; ``None`` takes the session's option.
 
     ``module`` is where the subject is defined, because another module may define one of the same
-    name. ``about`` is the kind of subject (``rollproof.verification.subject_kinds``). ``owner`` is
-    the test class that makes the subject, if any, and ``declared_by`` that class or the decorated
-    function.
+    name. ``expected_file`` lists expected failures in addition to ``expected``. ``about`` is the
+    kind of subject (``rollproof.verification.subject_kinds``). ``owner`` is the test class that
+    makes the subject, if any, and ``declared_by`` that class or the decorated function.
     """
 
     factory: SubjectFactory | None = None
@@ -31,6 +32,7 @@ class Suite:
     only: tuple[str, ...] = ()
     flavours: tuple[str, ...] | None = None
     expected: Mapping[str, str] | None = None
+    expected_file: Path | None = None
     about: str = ROLLOUTS
     module: str = ""
     owner: type[Any] | None = None
@@ -78,6 +80,7 @@ class Suite:
                 seed,
                 self.only,
                 self.flavours,
+                self.expected_file,
                 *sorted((self.expected or {}).items()),
             )
         )

@@ -11,9 +11,13 @@ check that passes are errors. So it cannot outlive the faults that it excuses. F
     since = 2026-11-28           # optional
     expires = 2027-03-01         # optional: from that day on the entry is an error
     subject = "MyStack"          # optional: only this subject (default: every subject)
+    after = ["aborts mid-decode"]  # optional, with `shows`: situations, one of which each case has
+    strict = false               # optional: the check may also pass, as in pytest's xfail
+    verdict = "unknown"          # optional: the check cannot be decided (default: it fails)
 
 With ``shows``, a check that finds something of another kind fails all the same: a second fault of
-the same check is not excused.
+the same check is not excused. One check may have several entries with ``shows``, an entry a fault;
+one whose fault does not show is an error although the check still fails.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import datetime as dt
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -31,10 +35,22 @@ from rollproof.core.files import read_toml, write_atomically
 from rollproof.errors import ExpectationError
 from rollproof.invariants import default_registry
 from rollproof.judging.known_failures import KnownFailure
+from rollproof.judging.situation_names import SITUATIONS
 
 __all__ = ["Expectation", "ExpectedFailures", "Outcome"]
 
-_KEYS = ("check", "reason", "issue", "shows", "since", "expires", "subject")
+_KEYS = (
+    "check",
+    "reason",
+    "issue",
+    "shows",
+    "since",
+    "expires",
+    "subject",
+    "after",
+    "strict",
+    "verdict",
+)
 _EMPTY = re.compile(r"^[ \t]*expected[ \t]*=[ \t]*\[[ \t\n]*\][ \t]*(?=#|$)", re.MULTILINE)
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
 
@@ -48,6 +64,9 @@ class Expectation:
     shows: the kinds of findings of the known fault; empty: all that the check finds.
     since, expires: when it was accepted, and from when on it is an error.
     subject: the subject that it speaks about; ``None``: all.
+    after: situations, one of which occurred in every case that shows the fault; empty: any case.
+    strict: whether it is an error if the check does not fail.
+    undecided: the check is known to be unknown, not to fail.
     """
 
     check: str
@@ -57,6 +76,9 @@ class Expectation:
     since: dt.date | None = None
     expires: dt.date | None = None
     subject: str | None = None
+    after: tuple[str, ...] = ()
+    strict: bool = True
+    undecided: bool = False
 
     def covers(self, subject: str) -> bool:
         """Whether the entry speaks about ``subject``."""
@@ -66,6 +88,40 @@ class Expectation:
     def explanation(self) -> str:
         """The reason, with the issue if there is one."""
         return f"{self.reason} ({self.issue})" if self.issue else self.reason
+
+    def toml(self) -> str:
+        """Return the text of the entry."""
+        fields: dict[str, str | dt.date | bool | list[str] | None] = {
+            "check": self.check,
+            "reason": self.reason,
+            "issue": self.issue,
+            "since": self.since,
+            "expires": self.expires,
+            "subject": self.subject,
+            "shows": list(self.shows) or None,
+            "after": list(self.after) or None,
+            "strict": None if self.strict else False,
+            "verdict": "unknown" if self.undecided else None,
+        }
+        lines = [f"{key} = {_value(value)}" for key, value in fields.items() if value is not None]
+        return "\n".join(["[[expected]]", *lines])
+
+    def complaint(self, verdict: str, shown: Collection[str]) -> str | None:
+        """Return why a run shows the entry to be no longer needed; ``None`` if it does not.
+
+        Args:
+            verdict: That of its check, as the JSON report writes it.
+            shown: The known failures that the check showed, by their explanation.
+        """
+        if not self.strict:
+            return None
+        if self.undecided:
+            return None if verdict == "unknown" else f"its verdict is {verdict}"
+        if verdict in ("fail", "expected fail"):
+            # Without any known failure the check fails in a new way, which is reported as such.
+            hidden = self.shows and shown and self.explanation not in shown
+            return "the check fails without showing it" if hidden else None
+        return None if verdict == "unknown" else f"its verdict is {verdict}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +163,13 @@ class Outcome:
         """Whether the run shows if an entry is still needed: an unknown verdict does not."""
         return self.verdicts.get(check_id) in ("fail", "expected fail", "pass", "not applicable")
 
+    def complaint(self, entry: Expectation) -> str | None:
+        """Return why the run shows an entry to be no longer needed, if it does."""
+        verdict = self.verdicts.get(entry.check)
+        if verdict is None or not entry.covers(self.subject):
+            return None
+        return entry.complaint(verdict, self.known.get(entry.check, ()))
+
 
 class ExpectedFailures:
     """The entries of one file, in its order."""
@@ -145,30 +208,52 @@ class ExpectedFailures:
             raise ExpectationError(f"{path} cannot be used:\n  - " + "\n  - ".join(problems))
         return cls(path, text, tuple(entries))
 
+    @classmethod
+    def joined(cls, files: Iterable[ExpectedFailures]) -> ExpectedFailures:
+        """Return the entries of several files, to look them up and not to rewrite them."""
+        entries = tuple(entry for file in files for entry in file.entries)
+        return cls(Path(), "", entries)
+
     def reasons(self, subject: str) -> dict[str, str]:
         """Return check id to reason for one subject: the ``expected`` of ``run_conformance``."""
-        return {entry.check: entry.explanation for entry in self.entries if entry.covers(subject)}
+        reasons: dict[str, str] = {}
+        for entry in self.covering(subject):
+            if not entry.undecided:
+                earlier = reasons.get(entry.check)
+                reasons[entry.check] = (
+                    entry.explanation if earlier is None else f"{earlier}; {entry.explanation}"
+                )
+        return reasons
+
+    def covering(self, subject: str) -> tuple[Expectation, ...]:
+        """Return the entries that speak about one subject."""
+        return tuple(entry for entry in self.entries if entry.covers(subject))
+
+    def undecided(self, subject: str) -> dict[str, str]:
+        """Return check id to reason of the checks that are known to be unknown."""
+        return {
+            entry.check: entry.explanation for entry in self.covering(subject) if entry.undecided
+        }
 
     def ways(self, subject: str) -> dict[str, tuple[KnownFailure, ...]]:
         """Check id to how it is known to fail, where the file says so: what ``run_conformance``
         takes as ``ways``.
         """
-        return {
-            entry.check: (KnownFailure(reason=entry.explanation, kinds=entry.shows),)
-            for entry in self.entries
-            if entry.covers(subject) and entry.shows
-        }
+        ways: dict[str, tuple[KnownFailure, ...]] = {}
+        for entry in self.covering(subject):
+            if entry.shows:
+                known = KnownFailure(reason=entry.explanation, kinds=entry.shows, after=entry.after)
+                ways[entry.check] = (*ways.get(entry.check, ()), known)
+        return ways
 
     def stale(self, outcome: Outcome) -> list[str]:
         """Return one sentence per entry that the run shows to be no longer needed."""
         return [
-            f"{entry.check} is listed in {self.path} as an expected failure"
-            f" ({entry.explanation}), but its verdict is {outcome.verdicts[entry.check]}: remove"
-            " the entry, or accept."
+            f"{entry.check} is listed in {self.path} as"
+            f" {'undecided' if entry.undecided else 'an expected failure'} ({entry.explanation}),"
+            f" but {complaint}: remove the entry, or accept."
             for entry in self.entries
-            if entry.covers(outcome.subject)
-            and outcome.decided(entry.check)
-            and not outcome.fails(entry.check)
+            if (complaint := outcome.complaint(entry)) is not None
         ]
 
     def accept(self, outcomes: Iterable[Outcome], *, today: dt.date | None = None) -> list[str]:
@@ -197,9 +282,11 @@ class ExpectedFailures:
                     f"narrowed {entry.check} to {', '.join(failing)}: it does not fail elsewhere"
                 )
             else:
+                fails = any(outcome.fails(entry.check) for outcome in outcomes)
+                news = "does not show this any more" if fails else "does not fail any more"
+                news = "is decided now" if entry.undecided else news
                 changes.append(
-                    f"removed {entry.check}: it does not fail any more (its reason was:"
-                    f" {entry.explanation})"
+                    f"removed {entry.check}: it {news} (its reason was: {entry.explanation})"
                 )
         for outcome in outcomes:
             for check_id in outcome.verdicts:
@@ -267,14 +354,23 @@ def _entries(data: Mapping[str, Any], today: dt.date) -> tuple[list[Expectation]
         ]
         if entry is None:
             continue
-        if any(
-            other.check == entry.check
-            and (other.covers(entry.subject or "") or entry.subject is None)
-            for other in entries
-        ):
-            problems.append(f"entry {number} ({entry.check}): listed twice.")
+        if any(_twice(entry, other) for other in entries):
+            problems.append(
+                f"entry {number} ({entry.check}): listed twice. Several entries of a check need"
+                " `shows` and reasons of their own."
+            )
         entries.append(entry)
     return entries, problems
+
+
+def _twice(entry: Expectation, other: Expectation) -> bool:
+    """Whether two entries say the same, or contradict each other."""
+    if entry.check != other.check or not (
+        other.covers(entry.subject or "") or entry.subject is None
+    ):
+        return False
+    told_apart = entry.explanation != other.explanation
+    return not (entry.shows and other.shows and told_apart)
 
 
 def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None, list[str]]:
@@ -302,6 +398,7 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
             'shows must be a list of kinds of findings, such as ["too many route rows"]; leave it'
             " out to excuse any."
         )
+    problems += _wrong_conditions(table)
     problems += [
         f"{key} is missing."
         for key in ("check", "reason")
@@ -316,28 +413,54 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
         near = difflib.get_close_matches(table["check"], registry.ids, n=2)
         advice = f"did you mean {' or '.join(near)}?" if near else "`rollproof checks` lists all."
         return None, [f"no check has this id: {advice}"]
-    entry = Expectation(**{**table, "shows": tuple(table.get("shows", ()))})
+    lists = {key: tuple(table.get(key, ())) for key in ("shows", "after")}
+    others = {key: value for key, value in table.items() if key not in (*lists, "verdict")}
+    entry = Expectation(**others, **lists, undecided=table.get("verdict") == "unknown")
     if entry.expires is not None and entry.expires <= today:
         problem = f"expired on {entry.expires}: fix the fault, or set a later date."
         return None, [f"{problem} Its reason: {entry.explanation}"]
     return entry, []
 
 
-def _still_failing(entry: Expectation, outcomes: list[Outcome]) -> tuple[list[str], bool]:
-    """Return the subjects in which the entry's check fails, and whether the entry covers too much.
+def _wrong_conditions(table: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the keys that say when an entry counts."""
+    problems = []
+    after = table.get("after")
+    if "after" in table and (
+        not isinstance(after, list) or not after or not {*map(str, after)} <= SITUATIONS
+    ):
+        problems.append("after must be a list of situations, as docs/situations.md has them.")
+    if "after" in table and "shows" not in table:
+        problems.append("after needs shows: it says when those findings are expected.")
+    if not isinstance(table.get("strict", True), bool):
+        problems.append("strict must be true or false.")
+    if table.get("verdict", "unknown") != "unknown":
+        problems.append('verdict can only be "unknown"; leave it out for a check that fails.')
+    elif "verdict" in table and "shows" in table:
+        problems.append("shows is for checks that fail: a check that is unknown finds nothing.")
+    return problems
 
-    It does if some run decided that the check does not fail there.
+
+def _still_failing(entry: Expectation, outcomes: list[Outcome]) -> tuple[list[str], bool]:
+    """Return the subjects in which the entry is still true, and whether it covers too much.
+
+    It does if some run decided that it is not true there.
     """
     concerned = [
         outcome
         for outcome in outcomes
         if entry.covers(outcome.subject) and entry.check in outcome.verdicts
     ]
-    failing = [outcome.subject for outcome in concerned if outcome.fails(entry.check)]
-    passes_somewhere = any(
-        outcome.decided(entry.check) and not outcome.fails(entry.check) for outcome in concerned
+    untrue = [outcome for outcome in concerned if outcome.complaint(entry) is not None]
+    passes_somewhere = bool(untrue)
+    failing = [
+        outcome.subject
+        for outcome in concerned
+        if outcome not in untrue and outcome.fails(entry.check) != entry.undecided
+    ]
+    undecided = not entry.undecided and any(
+        not outcome.decided(entry.check) for outcome in concerned
     )
-    undecided = any(not outcome.decided(entry.check) for outcome in concerned)
     return failing, passes_somewhere and not (undecided and not failing)
 
 
@@ -348,18 +471,24 @@ def _narrowed(block: str, subject: str) -> str:
 
 
 def _block(check_id: str, outcome: Outcome, *, named: bool, today: dt.date) -> str:
-    lines = [
-        "[[expected]]",
-        f"check = {_quoted(check_id)}",
-        (
-            "reason ="
-            f" {_quoted('accepted, to be explained: ' + outcome.titles.get(check_id, 'it fails'))}"
-        ),
-        f"since = {today.isoformat()}",
-    ]
-    if named:
-        lines.append(f"subject = {_quoted(outcome.subject)}")
-    return "\n".join(lines) + "\n"
+    entry = Expectation(
+        check=check_id,
+        reason=f"accepted, to be explained: {outcome.titles.get(check_id, 'it fails')}",
+        since=today,
+        subject=outcome.subject if named else None,
+    )
+    return entry.toml()
+
+
+def _value(value: str | dt.date | bool | list[str]) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dt.date):
+        return value.isoformat()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_quoted, value))}]"
+    return _quoted(value)
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,9 @@ from rollproof.cli import app as app_module
 from rollproof.cli.named_targets import target_of_recipe
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.judging.report import ExitCode
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult, Verdict
+from rollproof.judging.report import ExitCode, Report
 from tests.support.command_line import output_of, verified
 from tests.support.faulty_subjects import CONCAT, CORRECT, Correct
 
@@ -88,6 +90,45 @@ def test_expected_failures_turn_the_exit_code(
     )
     stale = output_of(capsys, "verify", "--subject", CORRECT, *common, code=ExitCode.FAIL)
     assert "routes.rows is listed in expected.toml as an expected failure" in stale
+
+
+@pytest.mark.parametrize(
+    ("listed", "code"),
+    [
+        (["stitch.tokens"], ExitCode.PASS),
+        (["routes.rows"], ExitCode.UNKNOWN),
+        (["stitch.tokens", "routes.position"], ExitCode.FAIL),
+    ],
+    ids=("all", "another", "one that is decided"),
+)
+def test_unknown_checks_may_be_expected(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    listed: list[str],
+    code: int,
+) -> None:
+    """A run passes if the file lists every check that is unknown, and fails if it lists one that is
+    decided.
+    """
+    registry = default_registry()
+    results = tuple(
+        CheckResult(check=registry[check_id], verdict=verdict, reason="")
+        for check_id, verdict in (
+            ("stitch.tokens", Verdict.UNKNOWN),
+            ("routes.position", Verdict.PASS),
+        )
+    )
+    judged = Report(subject="Correct", profile="pr", seed=0, results=results)
+    monkeypatch.setattr("rollproof.cli.verify.judge_all", lambda *args, **options: [judged])
+    (tmp_path / "expected.toml").write_text(
+        "".join(
+            f'[[expected]]\ncheck = "{check}"\nreason = "r"\nverdict = "unknown"\n'
+            for check in listed
+        )
+    )
+
+    output_of(capsys, "verify", "--subject", CORRECT, "--expected", "expected.toml", code=code)
 
 
 def test_verify_judges_conversions_into_batches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,85 @@ def test_accepting_writes_the_file_and_the_next_session_is_green(
     )
 
 
+def _own_file(pytester: pytest.Pytester, entries: str, **verdicts: str) -> None:
+    """A suite that names a file of expected failures next to it."""
+    pytester.makefile(".toml", own=entries)
+    source = suite(**verdicts).replace(
+        "(MyStack)", "(MyStack, expected=Path(__file__).with_name('own.toml'))"
+    )
+    pytester.makepyfile("from pathlib import Path\n" + source)
+
+
+def _entry(check: str, *keys: str) -> str:
+    return "\n".join(["[[expected]]", f'check = "{check}"', 'reason = "known"', *keys, ""])
+
+
+def test_a_suite_may_name_its_own_file_of_expected_failures(fake_runs: pytest.Pytester) -> None:
+    """Without an option, in any session that collects it. An unknown check that it lists is skipped
+    and a check that is not strict may pass, so the session is green.
+    """
+    entries = (
+        _entry("stitch.a", 'shows = ["kind 0"]'),
+        _entry("stitch.b", 'verdict = "unknown"'),
+        _entry("routes.c", "strict = false"),
+    )
+    _own_file(fake_runs, "".join(entries), stitch_a="fail", stitch_b="unknown")
+    result = fake_runs.runpytest_inprocess("-rsx")
+
+    result.assert_outcomes(passed=2, xfailed=1, skipped=1)
+    assert pytest.ExitCode.OK == result.ret
+    result.stdout.fnmatch_lines(["SKIPPED *unknown, as listed: known", "XFAIL *stitch.a* - known"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "verdict", "told"),
+    [
+        (_entry("stitch.a"), "pass", "an expected failure (known), but its verdict is pass"),
+        (
+            _entry("stitch.a", 'verdict = "unknown"'),
+            "pass",
+            "listed as undecided (known), but its verdict is pass",
+        ),
+        (_entry("stitch.a", 'shows = ["kind 7"]'), "fail", "does not keep this promise"),
+        (
+            _entry("stitch.a", 'shows = ["kind 0"]')
+            + _entry("stitch.a", 'issue = "#2"', 'shows = ["kind 7"]'),
+            "fail",
+            "an expected failure (known (#2)), but the check fails without showing it",
+        ),
+    ],
+    ids=("repaired", "decided", "another-kind", "one-of-two-repaired"),
+)
+def test_news_about_a_listed_check_fails(
+    fake_runs: pytest.Pytester, entries: str, verdict: str, told: str
+) -> None:
+    """A repaired fault, a check that is decided now, and a fault of another kind: each is an item
+    that fails and says so.
+    """
+    _own_file(fake_runs, entries, stitch_a=verdict)
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(passed=3, failed=1)
+    assert told in str(result.stdout)
+
+
+def test_the_option_rewrites_the_file_that_a_suite_names(fake_runs: pytest.Pytester) -> None:
+    """Accepting takes its path; the session after that needs no option."""
+    _own_file(fake_runs, _entry("stitch.b"), stitch_a="fail")
+    fake_runs.runpytest_inprocess("--rollproof-expected=own.toml", "--rollproof-accept")
+
+    fake_runs.runpytest_inprocess().assert_outcomes(passed=3, xfailed=1)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_of_the_suite(fake_runs: pytest.Pytester) -> None:
+    """The first item says what is wrong with it."""
+    _own_file(fake_runs, _entry("stitch.nothing"))
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(failed=1, skipped=3)
+    assert "entry 1 (stitch.nothing): no check has this id" in str(result.stdout)
+
+
 def test_the_json_report_of_one_subject_is_its_report(fake_runs: pytest.Pytester) -> None:
     """--rollproof-report writes schema 1."""
     fake_runs.makepyfile(suite(stitch_a="fail"))

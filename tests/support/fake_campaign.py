@@ -12,6 +12,7 @@ from typing import Any
 
 from rollproof.errors import SubjectError
 from rollproof.judging.checks import CheckResult, Finding, Verdict, request_check
+from rollproof.judging.known_failures import apply_known_failures
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Report
 from rollproof.pytest_plugin import decorators, items, session_state
@@ -48,7 +49,7 @@ def run(
     if verdicts == "bug":
         raise ZeroDivisionError("division by zero")
     registry = REGISTRY.select(only) if only else REGISTRY
-    return Report(
+    report = Report(
         subject=str(name),
         profile=profile,
         seed=seed,
@@ -65,6 +66,7 @@ def run(
         },
         cases=12,
     )
+    return apply_known_failures(report, options.known_failures)
 
 
 def _result(check: Any, verdict: Verdict, kinds: int) -> CheckResult:
@@ -90,6 +92,7 @@ def _result(check: Any, verdict: Verdict, kinds: int) -> CheckResult:
         }.get(verdict, ""),
         exercised={"events": 3} if verdict in ("pass", "fail") else {},
         findings=findings if verdict is Verdict.FAIL else (),
+        kinds={finding.kind: 1 for finding in findings if verdict is Verdict.FAIL},
         found=kinds * int(verdict is Verdict.FAIL),
     )
 

@@ -9,8 +9,9 @@ import pytest
 
 from rollproof.errors import ExpectationError
 from rollproof.judging.checks import request_check
+from rollproof.judging.known_failures import KnownFailure
 from rollproof.judging.registry import Registry
-from rollproof.verification.expected_failures import ExpectedFailures, Outcome
+from rollproof.verification.expected_failures import Expectation, ExpectedFailures, Outcome
 
 TODAY = dt.date(2026, 11, 28)
 IDS = ("routes.rows", "routes.position", "stitch.tokens")
@@ -126,7 +127,7 @@ subject = "A"
     assert "entry 2 (routes.rows): reason is missing." in text
     assert (
         "entry 3 (stitch.tokens): unknown key 'colour'; valid keys are check, reason, issue, shows,"
-        " since, expires, subject." in text
+        " since, expires, subject, after, strict, verdict." in text
     )
     assert (
         "entry 3 (stitch.tokens): since must be a date without quotes, such as 2026-11-28." in text
@@ -324,3 +325,144 @@ def test_a_title_that_is_no_text_of_utf8_is_accepted(path: Path) -> None:
     ExpectedFailures.read(path, missing_ok=True, today=TODAY).accept([found], today=TODAY)
 
     assert "a\\udc80b" in read(path).entries[0].reason
+
+
+SEVERAL = """
+[[expected]]
+check = "routes.rows"
+reason = "rows are appended"
+shows = ["too many route rows"]
+
+[[expected]]
+check = "routes.rows"
+reason = "rows are lost"
+shows = ["too few route rows"]
+after = ["aborts mid-decode"]
+
+[[expected]]
+check = "routes.position"
+reason = "only on some schedules"
+strict = false
+
+[[expected]]
+check = "stitch.tokens"
+reason = "never happens here"
+verdict = "unknown"
+"""
+
+
+def test_a_check_may_have_an_entry_for_each_of_its_faults(path: Path) -> None:
+    """Each entry is a known failure of its own, and one whose fault does not show is stale although
+    its check fails. If nothing known shows, the check fails in a new way: no entry is stale.
+    """
+    path.write_text(SEVERAL, encoding="utf-8")
+    listed = read(path)
+
+    appended = KnownFailure(reason="rows are appended", kinds=("too many route rows",))
+    lost = KnownFailure(
+        reason="rows are lost", kinds=("too few route rows",), after=("aborts mid-decode",)
+    )
+    assert {"routes.rows": (appended, lost)} == listed.ways("MyStack")
+    assert "rows are appended; rows are lost" == listed.reasons("MyStack")["routes.rows"]
+    both = replace(
+        outcome(routes_rows="expected_fail"), known={"routes.rows": (appended.reason, lost.reason)}
+    )
+    assert [] == listed.stale(both)
+    (stale,) = listed.stale(replace(both, known={"routes.rows": (lost.reason,)}))
+    assert "(rows are appended), but the check fails without showing it: remove" in stale
+    assert [] == listed.stale(replace(both, known={"routes.rows": ()}))
+
+
+def test_an_entry_that_is_not_strict_is_never_stale(path: Path) -> None:
+    """Its check may fail, and may pass."""
+    path.write_text(SEVERAL, encoding="utf-8")
+
+    assert "routes.position" in read(path).reasons("MyStack")
+    for verdict in ("pass", "expected_fail", "unknown"):
+        assert [] == read(path).stale(outcome(routes_position=verdict))
+
+
+def test_a_check_may_be_listed_as_unknown(path: Path) -> None:
+    """It is no expected failure, and stale as soon as the check is decided."""
+    path.write_text(SEVERAL, encoding="utf-8")
+    listed = read(path)
+
+    assert "stitch.tokens" not in listed.reasons("MyStack")
+    assert {"stitch.tokens": "never happens here"} == listed.undecided("MyStack")
+    assert [] == listed.stale(outcome(stitch_tokens="unknown"))
+    (stale,) = listed.stale(outcome(stitch_tokens="pass"))
+    assert "listed in" in stale
+    assert "as undecided (never happens here), but its verdict is pass" in stale
+
+
+def test_accepting_removes_what_does_not_show_and_what_is_decided(path: Path) -> None:
+    """Of several entries of a check those stay whose fault shows. A check that was undecided and
+    fails now is added, and entries that are not strict stay.
+    """
+    path.write_text(SEVERAL, encoding="utf-8")
+    found = replace(
+        outcome(routes_rows="expected_fail", routes_position="pass", stitch_tokens="fail"),
+        known={"routes.rows": ("rows are lost",)},
+    )
+    changes = read(path).accept([found], today=TODAY)
+
+    assert [
+        "removed routes.rows: it does not show this any more (its reason was: rows are appended)",
+        "removed stitch.tokens: it is decided now (its reason was: never happens here)",
+        f"added stitch.tokens: replace its reason in {path} by the true one",
+    ] == changes
+    assert [
+        "rows are lost",
+        "only on some schedules",
+        "accepted, to be explained: title of stitch.tokens",
+    ] == [entry.reason for entry in read(path).entries]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ('after = ["aborts mid-decode"]', "after needs shows"),
+        ('shows = ["a"]\nafter = ["on Mondays"]', "after must be a list of situations"),
+        ('shows = ["a"]\nafter = []', "after must be a list of situations"),
+        ('strict = "no"', "strict must be true or false."),
+        ('verdict = "pass"', 'verdict can only be "unknown"'),
+        ("verdict = 3", 'verdict can only be "unknown"'),
+        ('verdict = "unknown"\nshows = ["a"]', "a check that is unknown finds nothing"),
+    ],
+)
+def test_conditions_of_an_entry_are_checked(path: Path, keys: str, problem: str) -> None:
+    """A situation that no run counts, and other conditions that cannot be, are errors."""
+    entry = f'[[expected]]\ncheck = "routes.rows"\nreason = "r"\n{keys}\n'
+    assert problem in refused(path, entry)
+
+
+def test_several_entries_need_reasons_of_their_own(path: Path) -> None:
+    """Otherwise it could not be said which of them a check shows."""
+    entry = '[[expected]]\ncheck = "routes.rows"\nreason = "r"\nshows = ["a"]\n'
+    assert "entry 2 (routes.rows): listed twice." in refused(path, entry + entry)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Expectation(check="routes.rows", reason='a "quoted" \n reason'),
+        Expectation(
+            check="routes.rows",
+            reason="r",
+            issue="verl#1",
+            shows=("a", "b"),
+            since=TODAY,
+            expires=dt.date(2999, 1, 1),
+            subject="MyStack",
+            after=("aborts mid-decode",),
+            strict=False,
+        ),
+        Expectation(check="routes.rows", reason="r", undecided=True),
+    ],
+    ids=("least", "most", "undecided"),
+)
+def test_the_text_of_an_entry_reads_as_that_entry(path: Path, entry: Expectation) -> None:
+    """What is written means what it was made from."""
+    path.write_text(entry.toml(), encoding="utf-8")
+
+    assert (entry,) == read(path).entries
