@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -12,8 +11,8 @@ import typer
 
 from rollproof.cli.completions import complete_flavours, complete_presets
 from rollproof.cli.output import Output
+from rollproof.cli.starter_files import shell_path, write_new_file
 from rollproof.contracts.presets import PRESETS, preset_named
-from rollproof.core.error_text import describe_error
 from rollproof.errors import UsageError
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import Style
@@ -107,17 +106,19 @@ def init(
         )
     preset = preset_named(like or "verl") if subject is Subject.ROLLOUTS else None
     if preset is not None:
-        text = rollouts_file(preset.name, path=_shown(file), engine=engine, routes=routes)
+        text = rollouts_file(preset.name, path=shell_path(file), engine=engine, routes=routes)
     elif subject is Subject.HTTP:
-        text = http_file(engine or HTTP_ENGINES[0], path=_shown(file))
+        text = http_file(engine or HTTP_ENGINES[0], path=shell_path(file))
     else:
-        text = PLAIN_FILES[subject].format(file=_shown(file))
-    _write(file, text)
+        text = PLAIN_FILES[subject].format(file=shell_path(file))
+    if not file.parent.is_dir():
+        raise UsageError(f"{file} cannot be written: there is no folder {file.parent}.")
+    write_new_file(file, text, instead="name another file with --to FILE")
     output.lines([(Style.GOOD, f"wrote {file}: {_ABOUT[subject]}")])
     if preset is not None:
         output.say(f"  contract   like {preset.name}: {preset.about}")
     output.say(
-        f"  next       pytest {_shown(file)}, which passes: put your own code in at the marks"
+        f"  next       pytest {shell_path(file)}, which passes: put your own code in at the marks"
     )
     return output.ended(ExitCode.PASS)
 
@@ -154,23 +155,6 @@ def _ask_like() -> str:
     return str(typer.prompt("Whose promises are nearest to yours", default="verl"))
 
 
-def _shown(file: Path) -> str:
-    """Return the path of a file as a shell takes it."""
-    return shlex.quote(file.as_posix())
-
-
 def _folder() -> Path:
     """Return where test files are: ``tests`` if it is there."""
     return Path("tests") if Path("tests").is_dir() else Path()
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise UsageError(
-            f"{file} exists, and nothing was changed: name another file with --to FILE."
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {describe_error(error)}.") from None
