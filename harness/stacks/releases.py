@@ -27,6 +27,7 @@ __all__ = [
     "Release",
     "changed_files",
     "changed_in_place",
+    "check_checkout",
     "checked_out",
     "editable_folder",
     "imported_from",
@@ -232,6 +233,21 @@ def checked_out(folder: Path, release: Release) -> str:
     Raises:
         StackError: The folder is not a checkout of ``release``.
     """
+    check_checkout(folder, release)
+    # first on the path: an installed release of the same name must not be judged instead
+    roots = [str((folder / root).resolve()) for root in release.roots]
+    if sys.path[: len(roots)] != roots:
+        sys.path[:0] = roots
+    commit = _commit(folder)
+    version = next(
+        (candidate for candidate in release.versions if commit.startswith(candidate)),
+        commit[:9] or "unversioned",
+    )
+    return with_changes(version, changed_files(folder, release))
+
+
+def check_checkout(folder: Path, release: Release) -> None:
+    """Raise ``StackError`` if ``folder`` is not a checkout of ``release``."""
     if not folder.is_dir():
         raise StackError(
             f"--checkout {folder}: there is no such folder. Name the folder of a checkout of"
@@ -243,16 +259,6 @@ def checked_out(folder: Path, release: Release) -> str:
             f" {release.module_file}. Name the root of a checkout of"
             f" {release.stack}{_address(release)}."
         )
-    # first on the path: an installed release of the same name must not be judged instead
-    roots = [str((folder / root).resolve()) for root in release.roots]
-    if sys.path[: len(roots)] != roots:
-        sys.path[:0] = roots
-    commit = _commit(folder)
-    version = next(
-        (candidate for candidate in release.versions if commit.startswith(candidate)),
-        commit[:9] or "unversioned",
-    )
-    return with_changes(version, changed_files(folder, release))
 
 
 def with_changes(version: str, changed: Sequence[str]) -> str:
