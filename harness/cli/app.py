@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollproof.cli.adopt import adopt
 from rollproof.cli.check import check
 from rollproof.cli.checks import checks
 from rollproof.cli.contract import contract_commands
@@ -76,6 +77,7 @@ app: typer.Typer = typer.Typer(
 )
 _COMMANDS = (
     init,
+    adopt,
     verify,
     check,
     diff,

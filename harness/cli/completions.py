@@ -15,6 +15,7 @@ __all__ = [
     "complete_known_bugs",
     "complete_presets",
     "complete_profiles",
+    "complete_repositories",
     "complete_stacks",
 ]
 
@@ -33,6 +34,13 @@ def complete_stacks(incomplete: str) -> list[str]:
     from rollproof.stacks import STACKS
 
     return _matching(STACKS, incomplete)
+
+
+def complete_repositories(incomplete: str) -> list[str]:
+    """Return the stacks whose repositories ``adopt`` knows."""
+    from rollproof.stacks.repositories import REPOSITORIES
+
+    return _matching(REPOSITORIES, incomplete)
 
 
 def complete_flavours(incomplete: str) -> list[str]:
