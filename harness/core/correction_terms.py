@@ -40,25 +40,25 @@ __all__ = [
 
 
 class Pair(StrEnum):
-    """Whose probabilities a ratio divides: the first policy's by the second's."""
+    """The two policies of a ratio: the first one's probability over the second one's."""
 
     OLD_ROLLOUT = "old/rollout"
-    """The trainer's before its update by the engine's (decoupled: TIS, MIS, IcePop)."""
+    """The trainer before its update over the engine (decoupled: TIS, MIS, IcePop)."""
     CURRENT_ROLLOUT = "current/rollout"
-    """The trainer's now by the engine's (bypass: the rollout's logprobs stand for the old ones)."""
+    """The trainer now over the engine (bypass: the rollout's logprobs stand for the old ones)."""
     CURRENT_OLD = "current/old"
-    """The trainer's now by the trainer's before its update, as PPO's own ratio."""
+    """The trainer now over the trainer before its update, as PPO's own ratio."""
     INTERPOLATED_ROLLOUT = "interpolated/rollout"
-    """As ``old/rollout``, where the old logprob is interpolated by versions: rollout + a * (current
+    """As ``old/rollout``, but the old logprob is interpolated by versions: rollout + a * (current
     - rollout), a = (v - 1 - u) / (v - u) for a token of version u < v, the current one; 0 otherwise
     (AReaL's loglinear approximation)."""
 
 
 class Level(StrEnum):
-    """What a weight belongs to."""
+    """The unit to which a weight belongs."""
 
     TOKEN = "token"
-    """Each token has the ratio of its own."""
+    """Each token has its own ratio."""
     SEQUENCE = "sequence"
     """All tokens of a sequence have the product of its ratios."""
     GEOMETRIC = "geometric"
@@ -66,7 +66,7 @@ class Level(StrEnum):
 
 
 class Statistic(StrEnum):
-    """What a rejection compares with its bounds; r is the ratio of the pair, p its first
+    """The number that a rejection compares with its bounds; r is the ratio of the pair, p its first
     probability and q its second.
     """
 
@@ -89,20 +89,20 @@ class Statistic(StrEnum):
 
 
 class Aggregate(StrEnum):
-    """Over what a statistic is taken; of ``ratio`` in the logarithm, so that ``sum`` is the product
-    and ``mean`` the geometric mean.
+    """The tokens over which a statistic is taken, and which are rejected together. Of ``ratio`` its
+    logarithm is taken, so that ``sum`` is the product and ``mean`` the geometric mean.
     """
 
     TOKEN = "token"
-    """Of each token, which is rejected alone."""
+    """Each token by itself."""
     SUM = "sum"
-    """Over the trained tokens of a sequence, which are rejected together."""
+    """The sum over the trained tokens of a sequence."""
     MEAN = "mean"
-    """As ``sum``, their mean."""
+    """Their mean."""
     MAX = "max"
-    """As ``sum``, their largest value."""
+    """Their largest value."""
     MIN = "min"
-    """As ``sum``, their smallest value. With ``ratio`` and a lower bound: a veto."""
+    """Their smallest value; with ``ratio`` and a lower bound a veto."""
 
 
 class Sign(StrEnum):
@@ -114,29 +114,29 @@ class Sign(StrEnum):
 
 
 class RejectionChannel(StrEnum):
-    """Where a rejected token shows."""
+    """How a rejected token is marked."""
 
     MASK = "mask"
-    """The returned mask is 0; its weight is as if it were kept."""
+    """By 0 in the returned mask; its weight is as if it were kept."""
     WEIGHTS = "weights"
-    """Its weight is 0; no mask is returned, or the mask is as before."""
+    """By a weight of 0; no mask is returned, or the mask is as before."""
     BOTH = "both"
 
 
 class Normalise(StrEnum):
-    """Over what the weights have a mean of 1; masked tokens never count."""
+    """The tokens over which the weights have a mean of 1; masked ones never count."""
 
     NONE = "none"
     TOKENS = "tokens"
-    """Over all trained tokens of the batch."""
+    """All trained tokens of the batch."""
     SEQUENCES = "sequences"
-    """Over the sequences with trained tokens, each with the mean of its weights."""
+    """The sequences with trained tokens, each with the mean of its weights."""
     GROUPS = "groups"
-    """Over the trained tokens of each group."""
+    """The trained tokens of each group."""
 
 
 class StaleTokens(StrEnum):
-    """What becomes of tokens that older weights sampled than ``max_staleness`` allows."""
+    """The treatment of tokens that are staler than ``max_staleness`` allows."""
 
     KEEP = "keep"
     DROP = "drop"
@@ -146,25 +146,25 @@ class StaleTokens(StrEnum):
 
 
 class Missing(StrEnum):
-    """What a trained token without a rollout logprob (NaN) is treated as."""
+    """The treatment of a trained token without a rollout logprob (NaN)."""
 
     NEVER = "never"
-    """There are none: nothing is promised."""
+    """There are none."""
     ONE = "one"
     """Its ratio is 1."""
 
 
 class Gradient(StrEnum):
-    """What gradient flows through the weights."""
+    """The gradient that flows through the weights."""
 
     NONE = "none"
     """None: they are detached."""
     CURRENT = "current"
-    """That of the ratio to the current logprobs; none where a bound clamps it."""
+    """That of the ratio to the current logprobs; if a bound clamps it, none."""
 
 
 class MaskedWeights(StrEnum):
-    """What the weights of masked tokens hold."""
+    """The weights of masked tokens."""
 
     ZERO = "zero"
     FINITE = "finite"
@@ -197,16 +197,16 @@ class Aggregation(StrEnum):
 
 
 class Denominator(StrEnum):
-    """Which tokens a mean of the loss counts."""
+    """The tokens that a mean of the loss counts."""
 
     RESPONSE = "response"
-    """All that the mask given trains."""
+    """All that the given mask trains."""
     KEPT = "kept"
     """Those that are left after rejection."""
 
 
 class Arrays(StrEnum):
-    """What the function takes."""
+    """The arrays that the function takes."""
 
     NUMPY = "numpy"
     TORCH = "torch"
@@ -223,9 +223,7 @@ class FloatType(StrEnum):
 
 
 class Metric(StrEnum):
-    """What a reported number is; sequences without trained tokens do not count. Weights are those
-    after bounds and rejection, before normalisation.
-    """
+    """The meaning of a reported number."""
 
     WEIGHTS_MEAN = "weights-mean"
     """Mean weight of a trained token."""
@@ -270,8 +268,8 @@ class Rejection:
     """A bound on a statistic; what is outside is rejected. A value at a bound is kept.
 
     Attributes:
-        statistic: What is compared.
-        aggregate: Over what it is taken, and so what is rejected.
+        statistic: The number that is compared.
+        aggregate: The tokens over which it is taken, and which are rejected together.
         lower: The smallest value that is kept; ``None``: any.
         upper: The largest value that is kept; ``None``: any.
         advantages: The advantages for which it holds; ``None``: all. Of a sequence, those of its
@@ -322,35 +320,35 @@ class CorrectionTerms:
     Invalid terms raise ``ContractError``, which lists every problem.
 
     Attributes:
-        pair: Whose probabilities the ratio divides.
+        pair: The two policies of the ratio.
         weights: Whether it returns weights. ``False``: it only rejects.
-        level: What a weight belongs to.
+        level: The unit to which a weight belongs.
         lower: The weights are clamped to at least this; ``None``: not.
         upper: The weights are clamped to at most this (truncated importance sampling); ``None``:
             not.
-        rejections: What is rejected: IcePop, masked importance sampling, vetoes. Several: what any
-            of them rejects.
-        rejects_by: Where a rejected token shows.
-        normalise: Over what the weights have a mean of 1.
+        rejections: What any of these rejects: IcePop, masked importance sampling, vetoes.
+        rejects_by: How a rejected token is marked.
+        normalise: The tokens over which the weights have a mean of 1.
         log_bound: Log ratios are kept within this before they are exponentiated (verl: 20);
             ``None``: they are not, and weights without an upper bound may be infinite.
         max_staleness: The most versions by which the weights that sampled a token may be behind the
             current ones; ``None``: any.
-        stale: What becomes of tokens beyond it.
-        missing: What a trained token without a rollout logprob is treated as.
-        masked: What the weights of masked tokens hold.
-        gradient: What gradient flows through the weights.
+        stale: The treatment of tokens beyond it.
+        missing: The treatment of a trained token without a rollout logprob.
+        masked: The weights of masked tokens.
+        gradient: The gradient that flows through the weights.
         empty_rows: Whether it takes sequences of which no token is trained.
         empty_batch: Whether it takes a batch in which no token is trained.
-        metrics: What each reported number is, by its name: a mapping, stored as pairs. Others are
-            not judged.
+        metrics: A mapping from the name of each reported number that is judged to its meaning,
+            stored as pairs. Sequences without trained tokens do not count; weights are those after
+            bounds and rejection, before normalisation.
         loss: The loss that it returns.
         policy_ratio: The pair of PPO's own ratio.
         clip_low: PPO clips its ratio below 1 by this.
         clip_high: PPO clips its ratio above 1 by this.
         aggregation: How the loss of tokens becomes one number.
-        denominator: Which tokens a mean of the loss counts.
-        arrays: What it takes.
+        denominator: The tokens that a mean of the loss counts.
+        arrays: The arrays that it takes.
         dtype: The type of the logprobs that it takes.
         precision: The type that it computes in; ``None``: ``dtype``. Tolerances are the largest
             rounding error of that type, derived in ``rollproof.corrections.rounding``.

@@ -5,14 +5,13 @@ declare.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 import rollproof
 from rollproof.core import correction_terms
 from rollproof.core.correction_records import Correction, CorrectionBatch
 from rollproof.core.correction_terms import CorrectionTerms, Rejection
-from tools.docs.docstrings import described_fields, markdown, one_line
-from tools.docs.enum_texts import enum_texts
+from tools.docs.docstrings import described_fields, markdown
+from tools.docs.enum_texts import term_lines
 
 __all__ = ["corrections_page"]
 
@@ -83,21 +82,13 @@ def corrections_page() -> Iterator[str]:
     yield "\n## What you write\n"
     yield markdown(rollproof.CorrectionSubject.__doc__)
     yield (
-        "\n`rollproof.corrections.correction_contract(...)` makes the contract from these terms;"
-        " invalid ones raise `ContractError`, which lists every problem."
+        "\n`rollproof.corrections.correction_contract(...)` makes the contract from these terms"
+        " (in brackets: the default)."
     )
     for record in (CorrectionTerms, Rejection):
-        text, meanings = described_fields(record.__doc__)
-        yield f"\n### {record.__name__}\n\n{markdown(text)}\n\n| term | default | meaning |\n|---|---|---|"
-        for field in fields(record):
-            default = f"`{field.default if field.default != () else '()'}`"
-            yield f"| `{field.name}` | {default} | {meanings[field.name]} |"
-    yield "\n### Values"
-    for name, (text, members) in enum_texts(correction_terms).items():
-        values = (
-            f"`{value}`{f': {one_line(meaning)}' if meaning else '.'}" for value, meaning in members
-        )
-        yield f"\n**{name}**: {one_line(text)} {' '.join(values)}"
+        text, _ = described_fields(record.__doc__)
+        yield f"\n### {record.__name__}\n\n{markdown(text)}\n"
+        yield from term_lines(record, correction_terms)
     yield "\n## What it gets and returns\n"
     for cls in (CorrectionBatch, Correction):
         text, meanings = described_fields(cls.__doc__)

@@ -1,14 +1,21 @@
-"""The texts of enums: the docstring of each enum of a module, and the text below each value."""
+"""The texts of enums: the docstring of each enum of a module, and the text below each value; and
+lists of terms, with the values of each.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from enum import StrEnum
 from types import ModuleType
+from typing import Any
 
-__all__ = ["enum_texts"]
+from tools.docs.docstrings import described_fields, one_line
+
+__all__ = ["enum_texts", "term_lines"]
 
 
 def enum_texts(module: ModuleType) -> dict[str, tuple[str, list[tuple[str, str]]]]:
@@ -29,3 +36,28 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = " ".join(inspect.cleandoc(str(after.value.value)).split())
             yield str(statement.value.value), text
+
+
+def term_lines(cls: type, module: ModuleType) -> Iterator[str]:
+    """Yield a list of the fields of ``cls``, each with its default in brackets and the values of
+    its enum of ``module``.
+
+    An enum of several fields is listed at the first of them.
+    """
+    _, meanings = described_fields(cls.__doc__)
+    enums = enum_texts(module)
+    for field in fields(cls):
+        names = re.findall(r"\w+", str(field.type))
+        text, members = next((enums.pop(name) for name in names if name in enums), ("", []))
+        meaning = max(meanings.get(field.name, ""), one_line(text), key=len).replace("\\|", "|")
+        default = "required" if field.default is MISSING else f"`{_shown(field.default)}`"
+        plain = ", ".join(f"`{value}`" for value, explained in members if not explained)
+        rest = f" Values: {plain}." if plain and not any(text for _, text in members) else ""
+        yield f"- **`{field.name}`** ({default}): {meaning}{rest}"
+        if not rest:
+            for value, explained in members:
+                yield f"    - `{value}`{': ' + one_line(explained) if explained else ''}"
+
+
+def _shown(value: Any) -> str:
+    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else str(value) or "''"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +27,7 @@ from rollproof.replay.plans import episodes_for
 from rollproof.verification.replay import judge_replay
 from tools.covering_array import coverage
 from tools.docs.docstrings import described_fields, markdown, one_line
-from tools.docs.enum_texts import enum_texts
+from tools.docs.enum_texts import enum_texts, term_lines
 
 __all__ = ["replay_page"]
 
@@ -68,17 +67,11 @@ def replay_page() -> Iterator[str]:
     yield markdown(rollproof.ReplaySubject.__doc__)
     yield (
         "\n`contract` is made by `rollproof.replay.contract.trainer_contract`: the sizes of the"
-        " model, the convention of the payload ([contract.md](contract.md)), and these terms."
-        " Incomplete or invalid terms raise `ContractError`, which lists every problem.\n"
+        " model, the convention of the payload ([contract.md](contract.md)), and these terms"
+        " (in brackets: the default). Invalid ones raise `ContractError`, which lists every"
+        " problem.\n"
     )
-    yield "| term | default | meaning |\n|---|---|---|"
-    _, meanings = described_fields(ReplayTerms.__doc__)
-    enums = {name.lower(): text for name, (text, _) in enum_texts(replay_contract).items()}
-    for field in fields(ReplayTerms):
-        default = "required" if field.default is MISSING else f"`{_shown(field.default)}`"
-        text = meanings.get(field.name) or one_line(enums.get(_enum_of(field), ""))
-        yield f"| `{field.name}` | {default} | {text} |"
-    yield from _enums(replay_contract)
+    yield from term_lines(ReplayTerms, replay_contract)
     yield "\n## What it gets and returns\n\nFrom `rollproof.replay.events` and `rollproof.replay.spy`.\n"
     for record in (replay.Step, replay.Outcome):
         text, meanings = described_fields(record.__doc__)
@@ -100,11 +93,6 @@ def replay_page() -> Iterator[str]:
     yield from _episodes()
     yield from _covering()
     yield from _table()
-
-
-def _enum_of(field: Field[Any]) -> str:
-    """Return the name of an enum that a field has the type of, in lower case."""
-    return str(field.type).replace(" | None", "").rpartition(".")[2].lower()
 
 
 def _enums(module: ModuleType) -> Iterator[str]:
@@ -203,7 +191,3 @@ def _results() -> dict[str, dict[str, Any]]:
     for path in sorted(RESULTS.glob("*.json")):
         rows |= json.loads(path.read_text(encoding="utf-8"))
     return rows
-
-
-def _shown(value: Any) -> str:
-    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else repr(value)
