@@ -6,14 +6,15 @@ tests every one, and ``--only stitch routes/shape`` draws from these modules alo
 makes the mutants. They are kept in a session file of its own format, so that an interrupted run
 continues, and ``cr-html`` and ``cr-report`` read it.
 
-A mutant is *detected* if a test of the checks or of the known bugs fails. One that survives is
-either explained in ``mutation_survivors.toml`` (no trace can show it) or it shows what no test
-asserts.
+A mutant is *detected* if a test of the checks or of the known bugs fails (``mutation_tests`` says
+which tests reach it). One that survives is either explained in ``mutation_survivors.toml`` (no
+trace can show it) or it shows what no test asserts.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import random
 import re
@@ -30,11 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmic_ray.commands import init
-from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.mutating import use_mutation
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import MutationSpec, WorkItem, WorkResult
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-__all__ = ["Explained", "chosen", "explanations", "main", "tests_of"]
+from tools import mutation_tests
+
+__all__ = ["Explained", "chosen", "explanations", "main"]
 
 ROOT = Path(__file__).parent.parent
 SURVIVORS = Path(__file__).parent / "mutation_survivors.toml"
@@ -54,7 +58,7 @@ no interpreter accepts (``<`` for ``is``), or that change annotations (``|``).
 """
 NO_BEHAVIOUR = re.compile(r"TYPE_CHECKING|^@dataclass|^    @dataclass|strict=(True|False)\)")
 """Lines in which a mutant does not change what a check does."""
-TIMEOUT_S = 600.0
+_reached: mutation_tests.Reached | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,24 +81,6 @@ def explanations(file: Path = SURVIVORS) -> tuple[Explained, ...]:
     """Return the mutants that ``mutation_survivors.toml`` explains."""
     entries = tomllib.loads(file.read_text(encoding="utf-8")).get("survivor", [])
     return tuple(Explained(**entry) for entry in entries)
-
-
-def tests_of(family: str) -> tuple[tuple[str, ...], ...]:
-    """Return the commands, without Python itself, that test the checks of a family, quick ones
-    first.
-    """
-    pytest = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider")
-    own = ["tests/invariants/" + family] if (ROOT / "tests/invariants" / family).is_dir() else []
-    more = {
-        "layout": ["tests/verification/test_layouts.py"],
-        "engine": ["tests/verification/test_engines.py"],
-        "replay": ["tests/verification/test_replay.py"],
-        "batch": ["tests/verification/test_batches.py"],
-    }
-    own += [path for path in more.get(family, []) if (ROOT / path).exists()]
-    commands = [(*pytest, *own)] if own else []
-    known_bugs = (*pytest, "tests/fakes/test_known_bugs.py")
-    return (*commands, known_bugs, (*pytest, "tests/invariants", "tests/judging"))
 
 
 def family_of(mutation: MutationSpec) -> str:
@@ -141,29 +127,45 @@ def chosen(items: Sequence[WorkItem], root: Path, count: int | None, seed: int) 
     return useful if count is None else random.Random(seed).sample(useful, min(count, len(useful)))
 
 
-def _enter(folders: Path) -> None:
+def _enter(folders: Path, unchanged: Path, notes: Sequence[Path]) -> None:
     """Give this worker process a checkout of its own, in which it writes its mutants."""
+    global _reached
     folder = folders / f"worker-{os.getpid()}"
-    make_checkout(folder)
+    # with the compiled files that are there: no mutant writes any, so that none is used for another
+    shutil.copytree(unchanged, folder)
+    sys.dont_write_bytecode = True
     os.chdir(folder)
-    inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.path.insert(0, str(folder))
+    _reached = mutation_tests.read(notes)
+    mutation_tests.import_all(_reached.imported)
+
+
+def _unchanged_passes(_: int) -> bool:
+    assert _reached is not None
+    seconds = _reached.seconds
+    passing = set(seconds).difference(_reached.failed)
+    quick = sorted(passing, key=lambda test: seconds[test])
+    return not mutation_tests.detects(quick[: mutation_tests.FIRST], _reached)
 
 
 def _tested(item: WorkItem) -> tuple[str, WorkResult]:
-    family = family_of(item.mutations[0])
-    command = f"{sys.executable} -m tools.mutation --test {family}"
-    return item.job_id, mutate_and_test(item.mutations, command, TIMEOUT_S)
-
-
-def run_tests(family: str) -> int:
-    """Run the tests of a family in the current folder; stop at the first command that fails."""
-    for command in tests_of(family):
-        code = subprocess.run([sys.executable, *command], check=False).returncode
-        if code:
-            return code
-    return 0
+    assert _reached is not None
+    (mutation,) = item.mutations
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    with use_mutation(mutation.module_path, operator, mutation.occurrence) as (before, after):
+        if after is None:
+            return item.job_id, WorkResult(worker_outcome=WorkerOutcome.NO_TEST)
+        tests = _reached.tests_of(
+            str(mutation.module_path), mutation.start_pos[0], mutation.end_pos[0]
+        )
+        detected = mutation_tests.detects(tests, _reached)
+    diff = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
+    return item.job_id, WorkResult(
+        worker_outcome=WorkerOutcome.NORMAL,
+        test_outcome=TestOutcome.KILLED if detected else TestOutcome.SURVIVED,
+        output=f"{len(tests)} tests reach it",
+        diff="\n".join(diff),
+    )
 
 
 def modules_of(root: Path, only: Sequence[str]) -> list[Path]:
@@ -191,28 +193,55 @@ def _session(file: Path, root: Path, only: Sequence[str], count: int | None, see
         database.add_work_items(items)
 
 
-def _passes(family: str) -> tuple[str, bool]:
-    command = [sys.executable, "-m", "tools.mutation", "--test", family]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
-    if result.returncode:
-        print(result.stdout[-2000:], result.stderr[-2000:], file=sys.stderr)
-    return family, result.returncode == 0
+def _noted(folder: Path, jobs: int, tests: Sequence[str]) -> list[Path]:
+    """Run the tests without a mutant; return the files that say which lines each one reaches.
+
+    Raises:
+        SystemExit: The tests cannot be run.
+    """
+    make_checkout(folder)
+    inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *inherited])}
+    notes = [folder.parent / f"reached-{part}.json" for part in range(jobs)]
+    command = [sys.executable, "-m", "tools.mutation_tests"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(note), *tests, "--part", str(part), "--parts", str(jobs)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for part, note in enumerate(notes)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    for process, output, note in zip(processes, outputs, notes, strict=True):
+        if process.returncode or not note.exists():
+            sys.exit(f"{output[-4000:]}\nThe tests cannot be run.")
+    return notes
 
 
-def test_mutants(file: Path, jobs: int) -> None:
+def test_mutants(file: Path, jobs: int, tests: Sequence[str]) -> None:
     """Test the mutants of a session file that have no result yet, and store each result.
 
     Raises:
-        SystemExit: The tests fail without a mutant, so they would detect any.
+        SystemExit: The tests cannot be run, or fail where nothing is changed.
     """
     with tempfile.TemporaryDirectory() as name, use_db(str(file), WorkDB.Mode.open) as database:
         pending = list(database.pending_work_items)
         begin = time.monotonic()
-        with ProcessPoolExecutor(jobs, initializer=_enter, initargs=(Path(name),)) as pool:
-            families = sorted({family_of(item.mutations[0]) for item in pending})
-            failing = [family for family, passed in pool.map(_passes, families) if not passed]
-            if failing:
-                sys.exit(f"Without a mutant the tests already fail for {', '.join(failing)}.")
+        folder = Path(name)
+        print("Looking which lines each test reaches ...", file=sys.stderr)
+        notes = _noted(folder / "unchanged", jobs, tests)
+        print(f"... {time.monotonic() - begin:.0f} s", file=sys.stderr)
+        # they would detect any mutant
+        for test in mutation_tests.read(notes).failed:
+            print(f"left out, since it fails without a mutant: {test}", file=sys.stderr)
+        arguments = (folder, folder / "unchanged", notes)
+        with ProcessPoolExecutor(jobs, initializer=_enter, initargs=arguments) as pool:
+            if not all(pool.map(_unchanged_passes, range(jobs))):
+                sys.exit("The tests fail in a worker without a mutant.")
             futures = [pool.submit(_tested, item) for item in pending]
             try:
                 for done, future in enumerate(as_completed(futures), 1):
@@ -278,15 +307,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="PATH", help="such as stitch or routes/shape"
     )
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        default=mutation_tests.PATHS,
+        metavar="PATH",
+        help="use these tests alone: quick, while a module is worked on",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--session", type=Path, default=Path("mutants.sqlite"))
     parser.add_argument(
         "--least", type=float, default=95.0, metavar="PERCENT", help="fail below this share"
     )
-    parser.add_argument("--test", metavar="FAMILY", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.test:
-        return run_tests(options.test)
     if not options.session.exists():
         with tempfile.TemporaryDirectory() as name:
             make_checkout(Path(name))
@@ -297,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 None if options.all else options.sample,
                 options.seed,
             )
-    test_mutants(options.session, options.jobs)
+    test_mutants(options.session, options.jobs, options.tests)
     missed = report(options.session, explanations())
     with use_db(str(options.session), WorkDB.Mode.open) as database:
         tested = database.num_results
