@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import ActionKind, Case, Model
+from rollproof.core.correction_terms import CorrectionTerms
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request
 from rollproof.core.trace import Trace
+from rollproof.corrections.correction_cases import CorrectionCase, correction_cases
+from rollproof.corrections.correction_subject import correction_contract, correction_terms_of
 from rollproof.engines.engine_targets import fake_target
 from rollproof.fakes.clients.reference_clients import (
     AsSampled,
@@ -30,6 +33,8 @@ from rollproof.fakes.clients.reference_clients import (
     EngineKeep,
     PartialOffSurfaced,
 )
+from rollproof.fakes.trainers.reference_corrections import REFERENCES as CORRECTIONS
+from rollproof.fakes.trainers.reference_corrections import RowwiseCorrection
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
 from rollproof.fakes.trainers.reference_trainers import (
     CapturedPrefix,
@@ -44,24 +49,27 @@ from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.layout_cases import layout_calls
 from rollproof.replay.driver import record_replay
 from rollproof.verification.batches import record_batches
+from rollproof.verification.corrections import record_corrections
 from rollproof.verification.engines import run_experiments
 from rollproof.verification.layouts import record_layouts
 from rollproof.verification.runner import run_case
 from tests.support.changed_events import outcomes
 from tests.support.client_cases import ABORT, MODEL, R0, SYNC, act
 from tests.support.padded_batches import Padder, padded_contract
+from tests.support.random_corrections import random_terms
 from tests.support.routed_requests import RoutedRequest, Segment
 from tests.support.scripted_rollouts import ScriptedCall, script_rollout
 
 RECORDED = Path(__file__).parent / "recorded"
 _CHANGES = {
-    "layout": 9,
-    "batch": 80,
-    "replay": 30,
-    "routes": 45,
-    "rollouts": 90,
-    "scripted": 45,
-    "engine": 40,
+    "layout": 14,
+    "batch": 110,
+    "replay": 70,
+    "routes": 70,
+    "rollouts": 110,
+    "scripted": 70,
+    "engine": 70,
+    "correction": 90,
 }
 """About how many changes of one trace are judged."""
 _OF_ROLLOUTS = ["stitch", "versions", "weights", "lifecycle"]
@@ -231,6 +239,27 @@ def _scripted_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
         yield name, made
 
 
+def _correction_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
+    """One batch of each purpose, corrected as the references do and under drawn terms."""
+    drawn = {f"terms {seed}": random_terms(seed) for seed in range(5)}
+    subjects: dict[str, Any] = {
+        **CORRECTIONS,
+        **{
+            name: type("Drawn", (RowwiseCorrection,), {"contract": correction_contract(terms)})
+            for name, terms in drawn.items()
+        },
+    }
+    for name, subject in subjects.items():
+        made = lambda subject=subject: record_corrections(  # noqa: E731
+            subject, cases=_one_case_a_purpose(correction_terms_of(subject().contract))
+        )
+        yield name, made
+
+
+def _one_case_a_purpose(terms: CorrectionTerms) -> list[CorrectionCase]:
+    return list({case.purpose: case for case in correction_cases(terms, 0, 1)}.values())
+
+
 def _engine_traces() -> Iterator[tuple[str, Callable[[], Trace]]]:
     for experiment in (
         *("plain", "offset", "opt-in", "resumed", "resent", "cached", "early"),
@@ -251,6 +280,7 @@ TRACES: dict[str, dict[str, Callable[[], Trace]]] = {
     "rollouts": dict(_rollout_traces()),
     "scripted": dict(_scripted_traces()),
     "engine": dict(_engine_traces()),
+    "correction": dict(_correction_traces()),
 }
 
 
