@@ -15,6 +15,7 @@ from rollproof.errors import ExpectationError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.report import Report
+from rollproof.reporting.results.stored_runs import StoredRun, read_runs
 from rollproof.stacks import STACKS, release_of
 from rollproof.stacks.matrix import Matrix
 from rollproof.verification.expected_failures import Outcome
@@ -409,3 +410,19 @@ def test_other_code_is_compared_with_the_nearest_release() -> None:
     release = replace(fork, exact=True)
     assert 3 == len(release.deviations([report], ("routes.rows", "stitch.tokens")))
     assert [] == release.repaired([report], ("routes.rows", "stitch.tokens"))
+
+
+RUNS = read_runs([ROOT / "docs" / "stack_results"])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name}-{run.version}")
+def test_what_is_listed_is_what_the_release_showed(run: StoredRun) -> None:
+    """In the stored results of a pinned release a check that must fail fails, and one that cannot
+    be decided is unknown: an entry that is no longer true would hide what comes next.
+    """
+    matrix = Matrix.read(run.name)
+    for part, result in run.parts.items():
+        for table, verdicts in (("fails", ("fail", "expected fail")), ("unknown", ("unknown",))):
+            for entry in matrix.entries:
+                for check in entry.checks(table, run.version, part):
+                    assert result.checks[check].verdict in verdicts, (part, check, entry.reason)
