@@ -110,9 +110,10 @@ def _about(path: str, repository: Repository) -> str:
         return f"{len(parts)} parts of {repository.stack}, one test per check"
     matrix = Matrix.read(repository.stack)
     counts = Counter(entry.undecided for _, entry in expectations(matrix))
+    undecided = f", {counts[True]} undecided" if counts[True] else ""
     return (
         f"what {repository.stack} {matrix.pinned[-1]} shows as it was released:"
-        f" {counts[False]} failures and {counts[True]} undecided"
+        f" {counts[False]} failures{undecided}"
     )
 
 
