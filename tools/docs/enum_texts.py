@@ -46,17 +46,30 @@ def term_lines(cls: type, module: ModuleType) -> Iterator[str]:
     """
     _, meanings = described_fields(cls.__doc__)
     enums = enum_texts(module)
+    listed: dict[str, str] = {}
     for field in fields(cls):
-        names = re.findall(r"\w+", str(field.type))
-        text, members = next((enums.pop(name) for name in names if name in enums), ("", []))
-        meaning = max(meanings.get(field.name, ""), one_line(text), key=len).replace("\\|", "|")
-        default = "required" if field.default is MISSING else f"`{_shown(field.default)}`"
-        plain = ", ".join(f"`{value}`" for value, explained in members if not explained)
-        rest = f" Values: {plain}." if plain and not any(text for _, text in members) else ""
-        yield f"- **`{field.name}`** ({default}): {meaning}{rest}"
-        if not rest:
+        name = next((word for word in re.findall(r"\w+", str(field.type)) if word in enums), "")
+        text, members = enums.get(name, ("", []))
+        own = meanings.get(field.name, "")
+        # the longer text says more; that of an enum is shown once
+        meaning = own if name in listed else max(own, one_line(text), key=len)
+        meaning = meaning.replace("\\|", "|")
+        if not members:
+            default = f"`{field.type}`"
+            if field.default is not MISSING:
+                default = f"`{field.type} = {_shown(field.default)}`"
+        else:
+            default = "required" if field.default is MISSING else f"`{_shown(field.default)}`"
+        plain = not any(explained for _, explained in members)
+        if members and name in listed:
+            meaning += f" Values: as `{listed[name]}`."
+        elif members and plain:
+            meaning += f" Values: {', '.join(f'`{value}`' for value, _ in members)}."
+        yield f"- **`{field.name}`** ({default}): {meaning}"
+        if name not in listed and not plain:
             for value, explained in members:
                 yield f"    - `{value}`{': ' + one_line(explained) if explained else ''}"
+        listed.setdefault(name, field.name)
 
 
 def _shown(value: Any) -> str:

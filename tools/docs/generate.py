@@ -12,7 +12,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ from rollproof.invariants import default_registry
 from rollproof.plugin import OPTIONS
 from tools.docs.api_page import api_page
 from tools.docs.corrections_page import corrections_page
-from tools.docs.docstrings import described_fields, markdown, one_line
+from tools.docs.docstrings import described_fields, markdown
 from tools.docs.engines_page import engines_page
-from tools.docs.enum_texts import enum_texts
+from tools.docs.enum_texts import term_lines
 from tools.docs.gpu_page import gpu_page
 from tools.docs.http_page import http_page
 from tools.docs.regressions_page import regressions_page
@@ -84,42 +83,18 @@ def contract_page() -> Iterator[str]:
         " [how](how-to/contract.md); [concepts](concepts.md#contract) says why.\n"
     )
     yield (
-        "Every field takes the enum member or its plain text. Fields about routes are required"
-        " unless `rows` is `none`. A contract that is incomplete or contradicts itself raises"
-        " `ContractError`, which lists every problem at once."
+        "Every field takes the enum member or its plain text; in brackets: the default. Fields"
+        " about routes are required unless `rows` is `none`. A contract that is incomplete or"
+        " contradicts itself raises `ContractError`, which lists every problem at once."
     )
-    _, meanings = described_fields(Contract.__doc__)
     yield ""
-    enums = enum_texts(rollproof.core.conventions)
-    for field in fields(Contract):
-        name = str(field.type).replace(" | None", "")
-        default = "required" if field.default is MISSING else f"default `{field.default}`"
-        values = f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`"
-        meaning = meanings.get(field.name) or (one_line(enums[name][0]) if name in enums else "")
-        meaning = meaning.replace("\\|", "|")
-        yield f"- **`{field.name}`** ({values}, {default}): {meaning}"
-    for name, (text, members) in enums.items():
-        # the table has the text of an enum, unless its field has one of its own
-        owner = next((field.name for field in fields(Contract) if name in str(field.type)), "")
-        yield from _enum_section(name, text if owner in meanings else "", members)
-    text, meanings = described_fields(RolloutLimits.__doc__)
-    yield f"\n## RolloutLimits\n\n{markdown(text)}\n\n| limit | meaning |\n|---|---|"
-    for field in fields(RolloutLimits):
-        yield f"| `{field.name}` | {meanings[field.name]} |"
-    text, meanings = described_fields(OwnStops.__doc__)
-    yield f"\n## OwnStops\n\n{markdown(text)}\n\n| field | meaning |\n|---|---|"
-    for field in fields(OwnStops):
-        yield f"| `{field.name}` | {meanings[field.name]} |"
-    for name, (text, members) in enum_texts(rollproof.core.limits).items():
-        yield from _enum_section(name, text, members)
-
-
-def _enum_section(name: str, text: str, members: Iterable[tuple[str, str]]) -> Iterator[str]:
-    yield f"\n## {name}\n"
-    if text:
-        yield f"{markdown(text)}\n"
-    for value, meaning in members:
-        yield f"- `{value}`{': ' + markdown(meaning) if meaning else ''}"
+    yield from term_lines(Contract, rollproof.core.conventions)
+    text, _ = described_fields(RolloutLimits.__doc__)
+    yield f"\n## RolloutLimits\n\n{markdown(text)}\n"
+    yield from term_lines(RolloutLimits, rollproof.core.limits)
+    text, _ = described_fields(OwnStops.__doc__)
+    yield f"\n## OwnStops\n\n{markdown(text)}\n"
+    yield from term_lines(OwnStops, rollproof.core.limits)
 
 
 def options_page() -> Iterator[str]:
