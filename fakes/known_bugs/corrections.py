@@ -311,8 +311,6 @@ class _CorrectionClampsInPlace(_Tis):
         return found
 
 
-_OTHER_WEIGHTS = tuple(f"correction.{name}" for name in ("bounds", "padding", "rows", "weights"))
-"""Checks that compare weights: another ratio is wrong for all of them."""
 BUGS = (
     KnownBug(
         id="correction-current-for-old",

@@ -176,21 +176,23 @@ class _Pool:
                 except BrokenProcessPool:
                     # Nobody knows whose unit ended the worker, so each is judged alone.
                     broken = True
-                    yield from self._carefully(unit)
+                    yield from self._carefully(first, unit)
                 self._finish(first, unit)
 
-    def _carefully(self, unit: Unit) -> Generator[JudgedUnit]:
+    def _carefully(self, number: int, unit: Unit) -> Generator[JudgedUnit]:
         """Judge a unit in a process of its own, and if that dies each of its files."""
-        result = self._alone(unit.paths)
+        result = self._alone(number, unit.paths)
         if result is not None:
             yield result
             return
         for path in unit.paths:
-            yield self._alone((path,)) or _died(path)
+            yield self._alone(number, (path,)) or _died(path)
 
-    def _alone(self, paths: Sequence[str]) -> JudgedUnit | None:
+    def _alone(self, number: int, paths: Sequence[str]) -> JudgedUnit | None:
+        # what the worker that died had read is read again, and counts once
+        self._read.pop(number, None)
         with _workers(1) as (pool, messages):
-            future = pool.submit(_work, -1, tuple(paths), self._settings)
+            future = pool.submit(_work, number, tuple(paths), self._settings)
             while not future.done():
                 wait([future], _REPORT_INTERVAL)
                 self._show(messages)

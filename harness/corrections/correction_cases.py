@@ -373,7 +373,13 @@ def _stale(maker: _Maker, _number: int) -> _Made:
     ages = maker.random.integers(0, oldest + 1, shape)
     # a sequence that was sampled by the current weights, and one that changed them once
     ages[0], ages[1] = 0, np.repeat([oldest, 0], 3)
-    yield "tokens of several versions", replace(inputs, versions=_VERSION - ages)
+    # versions count from 0, however old the oldest may be
+    now = max(_VERSION, oldest)
+    versions = now - ages
+    yield (
+        "tokens of several versions",
+        replace(inputs, versions=versions, current_version=now),
+    )
 
 
 def _missing(maker: _Maker, _number: int) -> _Made:

@@ -14,6 +14,7 @@ from rollproof.core.trace import Trace
 from rollproof.corrections import (
     Correction,
     CorrectionBatch,
+    CorrectionTerms,
     Rejection,
     correction_contract,
     correction_function,
@@ -59,6 +60,17 @@ def test_a_correct_implementation_of_random_terms_is_clean(seed: int) -> None:
     contract = correction_contract(random_terms(seed))
     made = type("Random", (RowwiseCorrection,), {"contract": contract})
     assert 0 == judge_corrections(made, seed=seed).exit_code
+
+
+@pytest.mark.parametrize("staleness", [0, 3, 20])
+def test_versions_of_cases_count_from_0(staleness: int) -> None:
+    """Tokens on both sides of any staleness have versions that a trainer may have."""
+    terms = CorrectionTerms(upper=2.0, max_staleness=staleness, stale="drop")
+    cases = [case for case in correction_cases(terms) if case.purpose is Purpose.STALE]
+    assert cases
+    for case in cases:
+        ages = case.inputs.current_version - case.inputs.versions
+        assert case.inputs.versions.min() >= 0 <= ages.min() <= staleness < ages.max()
 
 
 def test_tensors_are_judged_with_their_gradients() -> None:

@@ -138,9 +138,11 @@ class StreamedEvents:
 
     def take(self, data: bytes) -> None:
         """Add bytes of the stream."""
+        data = self._rest + data
         if b"\r" in data:
+            # after the two were joined: the last chunk may have ended between the two characters
             data = data.replace(b"\r\n", b"\n")
-        *events, self._rest = (self._rest + data).split(b"\n\n")
+        *events, self._rest = data.split(b"\n\n")
         for event in events:
             text = b"\n".join(
                 line.removeprefix(b"data:").strip()
