@@ -88,7 +88,7 @@ class Contract:
         abort_surfaces: Whether a sample that an abort cut off may reach the caller as it is, with
             finish reason ``abort`` (SkyRL). Otherwise it is resumed until it ends, or
             ``partial_off`` says what becomes of it.
-        kv_policy: What becomes of KV that older weights wrote when a server loads new ones.
+        kv_policy: The treatment of KV of older weights when a server loads new ones.
         loss_mask: Whether a sample carries a loss mask.
         finish_reason: Whether a sample says why it ended.
         multi_turn: Whether the subject drives ``Request.turns``: it appends the environment's
@@ -110,24 +110,24 @@ class Contract:
             its tokens. ``None``: it must name weights that sampled one.
         limits: The limits that the stack is configured with: a ``RolloutLimits``, or a mapping of
             its fields. ``None``: none but the request's own.
-        own_stops: The token sequences at which the stack itself cuts what an engine sampled, and
-            ends the turn: an ``OwnStops``, or a mapping of its fields. Cases then have them.
-            ``None``: it cuts nowhere. Stop tokens that its calls pass on are not meant.
+        own_stops: The token sequences at which the stack itself cuts a reply and ends the turn: an
+            ``OwnStops``, or a mapping of its fields. Cases then have them. ``None``: it cuts
+            nowhere. Not those that its calls pass on.
         reply_gaps: Whether the stack takes a reply without the logprobs or the routes that its call
-            requested: cases then have such replies, without routes only if ``filler`` says what a
-            sample holds in place of their rows. ``missing_logprobs`` says how it marks the tokens.
-        pad_id: The token with which the stack pads. Cases in which samples contain it (an end of
-            sequence, most often) use it; ``None``: 0.
-        final_row: What the row of the last sampled token holds, which no forward computed; with
+            requested. Cases then have such replies; those without routes need a ``filler``.
+            ``missing_logprobs`` says how it marks the tokens.
+        pad_id: The token with which the stack pads, most often an end of sequence; ``None``: 0.
+            Cases have samples that contain it.
+        final_row: The content of the last sampled token's row, which no forward computed; with
             ``rows="T"`` only (NeMo-RL: ``arange``).
         layer_axis: Which layers the second axis of ``routes`` counts.
         num_layers: Hidden layers of the model.
         moe_layers: Global layer indexes, ascending.
         num_experts: Routed experts of a layer.
         top_k: Experts that a router selects for a token.
-        filler: What a row holds that no forward captured, other than the last token's: that of an
-            environment's token after which no call came, or of a reply without routes. ``none``:
-            every row was captured.
+        filler: The content of a row that no forward captured (an environment's token after which no
+            call came, a reply without routes), other than the last token's. ``none``: every row was
+            captured.
         dtype: A numpy name such as ``"uint8"``, or several joined by ``|`` if the engine chooses by
             the number of experts.
         provenance: Which call's forward computed a row of a resumed sample.

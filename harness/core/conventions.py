@@ -115,7 +115,7 @@ class TagRead(StrEnum):
 
 
 class Logprobs(StrEnum):
-    """What a rollout logprob is the logarithm of."""
+    """The probability whose logarithm a rollout logprob is."""
 
     NONE = "none"
     """Samples carry no logprobs."""
@@ -148,7 +148,7 @@ class MaskedTokens(StrEnum):
     """Sampled tokens that a stack leaves out of the loss on purpose (loss mask 0)."""
 
     OLDER_WEIGHTS = "older-weights"
-    """Tokens that older weights sampled than those of the sample's end or of its delivery."""
+    """Tokens of weights that are older than those at the sample's end or at its delivery."""
     EARLIER_CALLS = "earlier-calls"
     """Everything sampled before the last call that resumed the sample (slime's and miles'
     ``mask_offpolicy_in_partial_rollout``).
@@ -173,7 +173,7 @@ class Sampling(StrEnum):
 
 
 class KvPolicy(StrEnum):
-    """What happens to the KV cache of older weights at a weight update."""
+    """The treatment of the KV cache of older weights at a weight update."""
 
     RECOMPUTE = "recompute"
     """It is not used again: what is resumed is prefilled by the new weights (verl)."""

@@ -17,12 +17,12 @@ __all__ = ["Defect", "FreeRows", "Installs", "Recompute", "ReplayMode", "ReplayT
 
 
 class ReplayMode(StrEnum):
-    """Where the routes that a training step replays were recorded."""
+    """The pass that recorded the routes which a training step replays."""
 
     R2 = "R2"
-    """In the trainer's own old-logprob pass."""
+    """The trainer's own old-logprob pass."""
     R3 = "R3"
-    """In the rollout engine; the old-logprob pass replays them too."""
+    """The rollout engine; the old-logprob pass replays them, too."""
 
 
 class FreeRows(StrEnum):
