@@ -106,7 +106,8 @@ def upstream(session: nox.Session) -> None:
 
     Without a version it judges every pinned release in turn. An unexpected failure or pass is an
     error. `--write` stores the results in docs/stack_results, from which docs/stacks.md is made.
-    `--track-record` repeats the runs that docs/track-record.md names of each release, too.
+    `--track-record` repeats the runs that docs/track-record.md names of each release, and runs the
+    scripts of docs/findings, too.
     """
     # The environment starts empty: packages that another stack needs would hide what this one
     # lacks.
@@ -167,12 +168,13 @@ def regressions(session: nox.Session) -> None:
 def _repeat_recorded_runs(
     session: nox.Session, name: str, release: str, checkout: str | None
 ) -> None:
-    """Run the tests of the column "found by" of docs/track-record.md for an installed release."""
+    """Run the tests of "found by" in docs/track-record.md, and of docs/findings, for a release."""
     variable = f"ROLLPROOF_{name.upper().replace('-', '_')}"
     session.run(
-        *("pytest", "-o", "faulthandler_timeout=0", "tests/stacks/test_found_by.py"),
+        *("pytest", "-o", "faulthandler_timeout=0"),
+        *("tests/stacks/test_found_by.py", "tests/stacks/test_findings.py"),
         # the ids begin with stack and release
-        *("-k", f"a_run_of_the_release and {name}-{release}"),
+        *("-k", f"(a_run_of_the_release or of_a_page) and {name}-{release}"),
         env={variable: str(Path(checkout).resolve())} if checkout else {},
         # 5: nothing is known to be found in this release
         success_codes=[0, 5],
