@@ -55,13 +55,13 @@ def gpu_page() -> Iterator[str]:
         + "; ".join(f"`{signature}` ({meaning.rstrip('.')})" for signature, _, meaning in markers)
         + ". If something is missing, the test is skipped, or fails, with one line."
     )
-    yield "\n## Settings of engines\n\n| setting | what | engines | run |\n|---|---|---|---|"
+    yield (
+        "\n## Settings of engines\n\nThose with a star are run with `--rollproof-full` only.\n\n"
+        "| setting | what | engines |\n|---|---|---|"
+    )
     for variant in VARIANTS.values():
         engines = ", ".join(f"{engine} ({variant.dtype_of(engine)})" for engine in variant.extra)
-        yield (
-            f"| {variant.name} | {variant.about} | {engines} |"
-            f" {'with `--rollproof-full`' if variant.full else 'always'} |"
-        )
+        yield f"| {variant.name}{'*' if variant.full else ''} | {variant.about} | {engines} |"
     for engine, reason in NO_FLOAT32.items():
         yield f"\nValues of {engine} are not compared with the float32 forward: {reason}."
     yield (
@@ -151,10 +151,8 @@ def _time(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             share = 100 * data["seconds_ours"] / data["seconds"]
             yield (
                 f"\n{run}: {data['seconds']:.0f} s, of which {data['seconds_ours']:.0f} s"
-                f" ({share:.1f} %) ours.\n"
+                f" ({share:.1f} %) ours."
             )
-            yield "| part | s |\n|---|---|"
-            yield from (f"| {part} | {seconds:.1f} |" for part, seconds in data["spent"].items())
 
 
 def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
