@@ -199,7 +199,8 @@ def batch_expert_ids(batch: Conversion, out: Collector) -> None:
     """Check that the integer type of the batch holds every expert id."""
     largest = batch.contract.expert_count - 1
     for placed in _judged(batch):
-        assert placed.row.routes is not None and placed.sample.routes is not None
+        assert placed.row.routes is not None
+        assert placed.sample.routes is not None
         out.exercised("rows with routes")
         dtype = placed.row.routes.dtype
         wrapped = _wrapped(
@@ -237,7 +238,8 @@ def batch_filler(batch: Conversion, out: Collector) -> None:
     """Check what is at places without a captured row."""
     contract = batch.contract
     for placed in _judged(batch):
-        assert placed.row.routes is not None and placed.sample.routes is not None
+        assert placed.row.routes is not None
+        assert placed.sample.routes is not None
         if len(_wrong_rows(placed, _moe(contract, placed.sample.routes[: placed.captured]))):
             out.absent(
                 "rows are at the wrong place (batch.routes) or were wrapped"

@@ -177,18 +177,14 @@ def _hedge_won(view: RequestView, aborted: Attempt) -> bool:
     """Return whether the sample is the result of another call that overlapped ``aborted`` and ended
     by itself (a hedge).
     """
+    assert aborted.consumed is not None
     for attempt in view.segments:
         reply = attempt.consumed
-        if (
-            reply is None
-            or attempt is aborted
-            or _is_abort(attempt)
-            or reply.index < aborted.call.index
-        ):
+        if reply is None or _is_abort(attempt) or reply.index < aborted.call.index:
             continue
         # Hedged calls: the stack used the reply of the other call, which had ended by itself.
         if (*attempt.call.prompt_ids, *reply.output.token_ids) == view.total_ids:
-            return aborted.consumed is None or attempt.call.index < aborted.consumed.index
+            return attempt.call.index < aborted.consumed.index
     return False
 
 

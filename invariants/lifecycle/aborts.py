@@ -293,10 +293,9 @@ class LifecycleAbortKeepsTokens(EventCheck):
         # The chunk that ends a stream may repeat a token: engine.stream judges that.
         if event.finished:
             return
-        tokens = len(event.token_ids)
-        if self._streams.get(event.call_id) is StreamMode.DELTA:
-            tokens += self._progress.get(event.call_id, 0)
-        remember(self._progress, event.call_id, max(tokens, self._progress.get(event.call_id, 0)))
+        before, tokens = self._progress.get(event.call_id, 0), len(event.token_ids)
+        delta = self._streams.get(event.call_id) is StreamMode.DELTA
+        remember(self._progress, event.call_id, before + tokens if delta else max(before, tokens))
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._note(event.progress)

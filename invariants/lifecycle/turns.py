@@ -131,7 +131,8 @@ def _answered_cut_turn(
 def _answered_at_the_limit(
     view: RequestView, number: int, answer: Answer, size: int, out: Collector
 ) -> None:
-    assert answer.attempt is not None and view.contract.limits is not None
+    assert answer.attempt is not None
+    assert view.contract.limits is not None
     attempt = view.attempts[answer.attempt]
     out.finding(
         f"The environment answered turn {number}, which was cut at its limit",

@@ -309,10 +309,10 @@ def replay_recorded(view: StepView, out: Collector) -> None:
         view.step.action is not Action.RECORD
         or not view.ordinary
         or _shows_nothing(view, out)
-        or view.outcome is None
         or not view.done
     ):
         return
+    assert view.outcome is not None
     chosen = chosen_routes(
         view.contract, view.step, list(view.calls_of("policy", Phase.FORWARD)), dropped=True
     )

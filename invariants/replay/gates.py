@@ -124,14 +124,9 @@ def replay_drift(view: StepView, out: Collector) -> None:
 )
 def replay_gate_gradients(view: StepView, out: Collector) -> None:
     """Check that the gradient of every gate is not zero."""
-    if (
-        not view.replays
-        or not view.ordinary
-        or not view.done
-        or not view.step.backward
-        or view.outcome is None
-    ):
+    if not view.replays or not view.ordinary or not view.done or not view.step.backward:
         return
+    assert view.outcome is not None
     # Gradients of gates are optional in an outcome: an adapter may not reach them.
     if not view.outcome.gates:
         out.absent("the subject reports no gradients of its gates")
@@ -210,15 +205,12 @@ def replay_gate_slope(view: StepView, out: Collector) -> None:
         ),
         None,
     )
-    if (
-        up is None
-        or base is None
-        or base.outcome is None
-        or up.outcome is None
-        or view.outcome is None
-    ):
+    if up is None or base is None:
         out.absent("a step that the finite difference needs has no results")
         return
+    assert base.outcome is not None
+    assert up.outcome is not None
+    assert view.outcome is not None
     if not all(sound_rows(other) for other in (up, base, view)):
         out.absent("the steps of the finite difference executed other experts than their targets")
         return
@@ -308,7 +300,8 @@ def replay_reference(view: StepView, out: Collector) -> None:
     other = pair_of(view, "reference", out)
     if other is None or not comparable(view, other, out):
         return
-    assert view.outcome is not None and other.outcome is not None
+    assert view.outcome is not None
+    assert other.outcome is not None
     out.exercised("steps compared")
     # A reference may report more than the trainer: if it reports only gates, gates are compared.
     reference = view.outcome if other.outcome.gradients else replace(view.outcome, gradients={})

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 
 from rollproof.core.events.replay import Action, Outcome
 from rollproof.core.records import FloatArray
@@ -40,7 +41,8 @@ def differences(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the differences of two results: name, expected, observed."""
     first, second = view.outcome, other.outcome
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     yield from loss_differences(first, second, tolerance)
     yield from gradient_differences(first, second, tolerance)
 
@@ -60,22 +62,26 @@ def loss_differences(
     if (
         first.loss is not None
         and second.loss is not None
-        and not _equal_within(np.array([first.loss]), np.array([second.loss]), tolerance)
+        and _differing(np.array([first.loss]), np.array([second.loss]), tolerance).any()
     ):
         yield "loss", repr(second.loss), repr(first.loss)
     for name in sorted(first.logprobs.keys() & second.logprobs.keys()):
         own, others = first.logprobs[name], second.logprobs[name]
         if own.shape != others.shape:
             yield f"logprobs of {name}", count(len(others), "logprob"), count(len(own), "logprob")
-        elif not _equal_within(own, others, tolerance):
-            worst = (
-                int(np.nanargmax(np.abs(own - others))) if np.isfinite(own - others).any() else 0
-            )
-            yield (
-                f"logprobs of {name}",
-                f"{float(others[worst])!r} for response token {worst}",
-                f"{float(own[worst])!r}",
-            )
+            continue
+        wrong = _differing(own, others, tolerance)
+        if not wrong.any():
+            continue
+        # a NaN in one of the two is further off than any number
+        with np.errstate(invalid="ignore"):
+            distance = np.nan_to_num(np.abs(own - others), nan=np.inf)
+        worst = int(np.where(wrong, distance, -np.inf).argmax())
+        yield (
+            f"logprobs of {name}",
+            f"{float(others[worst])!r} for response token {worst}",
+            f"{float(own[worst])!r}",
+        )
 
 
 def gradient_differences(
@@ -128,10 +134,8 @@ def _distance(x: FloatArray, y: FloatArray) -> float:
     return float(np.sqrt(np.mean((x[1:] - y[1:]) ** 2)))
 
 
-def _equal_within(x: FloatArray, y: FloatArray, tolerance: float) -> bool:
-    if tolerance == 0:
-        return np.array_equal(x, y, equal_nan=True)
-    return bool(np.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True))
+def _differing(x: FloatArray, y: FloatArray, tolerance: float) -> npt.NDArray[np.bool_]:
+    return np.asarray(~np.isclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True))
 
 
 def unrepeated(view: StepView) -> str | None:
@@ -214,7 +218,8 @@ def pair_of(view: StepView, kind: str, out: Collector) -> StepView | None:
 def comparable(view: StepView, other: StepView, out: Collector) -> bool:
     """Return whether two steps reported something that can be compared; if not, report it."""
     first, second = view.outcome, other.outcome
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     losses = first.loss is not None and second.loss is not None
     if (
         losses
