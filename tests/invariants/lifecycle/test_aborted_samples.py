@@ -213,6 +213,52 @@ class TestPartialOff:
         call = script.call((1, 2, 3, 9))
         passes(self.ID, script.reply(call, (4,), reason="stop").result((3, 9, 4)))
 
+    def _moved(
+        self, tokens: tuple[int, ...], reason: str = "stop", at: str = "before"
+    ) -> TraceScript:
+        """A call that is aborted, and one that goes on from its first token on another server, sent
+        before or after that, or answered before the call was sent; ``tokens`` are delivered.
+        """
+        script = opened(case={"partial": False}, partial_off="dropped")
+        if at == "first":
+            moved = script.call((1, 2, 3), server="s1")
+            script.reply(moved, (4, 5), reason=reason)
+        call = script.call((1, 2))
+        if at == "before":
+            moved = script.call((1, 2, 3), server="s1")
+        script.reply(call, (3,), reason="abort")
+        if at == "after":
+            moved = script.call((1, 2, 3), server="s1")
+        if at != "first":
+            script.reply(moved, (4, 5), reason=reason)
+        script.result(tokens, finish_reason=FinishReason(reason))
+        return script
+
+    def test_a_call_that_another_one_had_replaced_cuts_nothing_off(self) -> None:
+        """The stack read a stream, sent what it had read to another server, and then aborted the
+        call: the sample is the other call's.
+        """
+        unknown(self.ID, self._moved((3, 4, 5)), "not exercised")
+
+    @pytest.mark.parametrize(
+        ("tokens", "reason", "at", "title"),
+        [
+            ((3,), "stop", "before", "delivered"),
+            ((3, 9), "stop", "before", "delivered"),
+            ((3, 4, 5), "abort", "before", "delivered"),
+            ((3, 4, 5), "stop", "after", "resumed"),
+            ((3, 4, 5), "stop", "first", "delivered"),
+        ],
+    )
+    def test_another_call_that_replaced_nothing_is_no_excuse(
+        self, tokens: tuple[int, ...], reason: str, at: str, title: str
+    ) -> None:
+        """The sample is not what it brought, it was aborted as well, it was sent after the abort,
+        or it had ended before the call began.
+        """
+        finding = finds(self.ID, self._moved(tokens, reason, at))
+        assert f"an aborted sample was {title} although partial rollout is off" == finding.title
+
     def test_with_the_flag_on_or_unknown_it_is_not_exercised(self) -> None:
         """A trace without a case does not show the flag."""
         for story in ({"case": {"partial": True}}, {"driven": False}):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollproof.core.engine_contract import PauseMode
-from rollproof.core.events.rollout import Call
+from rollproof.core.engine_contract import PauseMode, StreamMode
+from rollproof.core.events.rollout import Call, Chunk
 from rollproof.core.records import Span
 from tests.support.trace_script import TraceScript, check, finds, opened, passes, unknown
 
@@ -227,6 +227,53 @@ class TestKeepsTokens:
             call, (3, 4), reason="abort"
         )
         passes(self.ID, script, aborted_calls_with_known_progress=1)
+
+    @pytest.mark.parametrize(
+        ("stream", "chunks", "progress"),
+        [
+            (StreamMode.DELTA, ((),), 0),
+            (StreamMode.CUMULATIVE, ((),), 0),
+            (StreamMode.DELTA, ((3,),), 1),
+            (StreamMode.DELTA, ((3, 4), (5,)), 3),
+            (StreamMode.DELTA, ((3,), (), (4, 5)), 3),
+            (StreamMode.CUMULATIVE, ((3,),), 1),
+            (StreamMode.CUMULATIVE, ((3, 4), (3, 4, 5)), 3),
+            (StreamMode.CUMULATIVE, ((3, 4, 5), (3, 4)), 3),
+            (StreamMode.FINAL, ((3, 4, 5),), 3),
+        ],
+    )
+    def test_tokens_that_were_streamed_are_not_lost(
+        self, stream: StreamMode, chunks: tuple[tuple[int, ...], ...], progress: int
+    ) -> None:
+        """All chunks together, or the longest of those that hold everything so far."""
+
+        def story(returned: int, *more: Chunk) -> TraceScript:
+            script = opened()
+            call = script.call((1, 2), stream=stream)
+            script.add(*(Chunk(call_id=call, token_ids=tokens) for tokens in chunks), *more)
+            script.reply(call, (3, 4, 5)[:returned], reason="abort", true_tokens=None)
+            return script
+
+        passes(self.ID, story(progress), aborted_calls_with_known_progress=1)
+        if progress:
+            finding = finds(self.ID, story(progress - 1))
+            assert (f"at least {progress} tokens", f"{progress - 1} tokens") == (
+                finding.expected,
+                finding.observed,
+            )
+        # the chunk that ends a stream may repeat tokens
+        passes(self.ID, story(progress, Chunk(call_id=1, token_ids=(9,) * 9, finished=True)))
+
+    def test_the_largest_count_is_the_one_that_was_sampled(self) -> None:
+        """Of two pauses, of the stream, and of the engine itself."""
+        for first, second, truth in ((3, 1, 2), (1, 3, 2), (1, 2, 3), (2, 3, 0)):
+            script = opened()
+            call = script.call((1, 2))
+            script.pause(PauseMode.KEEP, progress={call: first}).resume()
+            script.add(Chunk(call_id=call, token_ids=(3, 4, 5)[:second]))
+            spans = (Span(start=0, end=truth, version=0),) if truth else ()
+            script.reply(call, (3, 4), reason="abort", true_tokens=spans)
+            assert "at least 3 tokens" == finds(self.ID, script).expected
 
     def test_natural_ends_are_not_judged(self) -> None:
         """An engine may trim a stop string off."""

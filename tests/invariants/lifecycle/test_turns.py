@@ -85,6 +85,34 @@ class TestCutTurns:
         finding = finds(self.ID, story(*CUT, loss_mask=True, sample={"loss_mask": mask}))
         assert "1 of 2 tokens of the cut turn" in finding.observed
 
+    def test_tokens_of_the_environment_are_none_of_a_turn(self) -> None:
+        """The sample holds the first answer with two tokens more, so that the second one is as far
+        from its beginning as the cut turn in the reference. That it counts in the loss is
+        stitch.mask's to judge.
+        """
+        parts = (
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(observed=(91, 92), tokens=(13,), reason="stop"),
+            ScriptedCall(observed=(93,), tokens=(14, 15, 16, 17)),
+            ScriptedCall(observed=(94,), tokens=(18,), reason="stop"),
+        )
+        ids = (11, 12, 91, 97, 98, 92, 13, 93, 14, 15, 16, 17, 94, 18)
+        mask = np.array([1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1])
+        sample = {"response": ids, "loss_mask": mask, "logprobs": None}
+        request = {"turns": ((91, 92), (93,), (94,))}
+        passes(
+            self.ID,
+            story(*parts, loss_mask=True, sample=sample, request=request),
+            answers_of_the_environment=3,
+            cut_turns_that_are_masked_out=1,
+        )
+        for place in range(8, 12):
+            mask = mask.copy()
+            mask[place] = 1
+            more = {**sample, "loss_mask": mask}
+            finding = finds(self.ID, story(*parts, loss_mask=True, sample=more, request=request))
+            assert f"{place - 7} of 4 tokens of the cut turn" in finding.observed
+
     @pytest.mark.parametrize("reason", ["abort", "error"])
     def test_a_sample_that_says_so_passes(self, reason: str) -> None:
         """Surfaced as unfinished, the trainer can leave it out."""
