@@ -14,8 +14,7 @@ from rollproof.core.events.rollout import (
     UpdatePhase,
     Weights,
 )
-from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import EventCheck, case_actions, dead_server, remember
+from rollproof.invariants._shared.event_check import EventCheck, case_actions, dead_server
 from rollproof.judging.checks import Check, Collector, trace_check
 
 if TYPE_CHECKING:
@@ -223,24 +222,25 @@ weights_newest_update_stays: Check = trace_check(
 
 
 class WeightsOneLoadPerVersion(EventCheck):
-    """The same label again is a repetition; a reload after a death or a failed update, under a new
-    label, or for another update to equal weights is not.
+    """An update may load as often as it likes until it returns: the weights are the same. A load
+    after a death or a failed update, under a new label, or while another update runs has a reason.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._loaded: dict[str, Weights] = {}
-        self._times: dict[str, int] = {}
-        self._asked: dict[Version, int] = {}
+        self._running: int | None = None
         self._started = False
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._started = True
 
     def on_update(self, event: Update, out: Collector) -> None:
-        # A stack that numbers weights by itself gives equal weights the same label again.
-        if event.phase is UpdatePhase.ASKED:
-            remember(self._asked, event.version, self._asked.get(event.version, 0) + 1)
+        change = 1 if event.phase is UpdatePhase.ASKED else -1
+        self._running = max(0, (self._running or 0) + change)
+        if event.phase is UpdatePhase.FAILED:
+            # what a stack repairs afterwards, it repairs on all servers
+            self._loaded.clear()
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         # A reload after a failure is a repair, not a repetition.
@@ -260,38 +260,38 @@ class WeightsOneLoadPerVersion(EventCheck):
             self._loaded.pop(event.server_id, None)
             out.absent("the trace does not say which weights were loaded")
             return
-        out.exercised("loads")
         previous = self._loaded.get(event.server_id)
         self._loaded[event.server_id] = event
-        again = previous is not None and (previous.version, previous.label) == (
-            event.version,
-            event.label,
-        )
-        self._times[event.server_id] = self._times.get(event.server_id, 0) + 1 if again else 1
-        if (
+        again = (
             previous is not None
-            and again
             and event.label is not None
-            and self._times[event.server_id] > self._asked.get(event.version, 1)
-        ):
+            and (previous.version, previous.label) == (event.version, event.label)
+        )
+        # Recordings hold no Update events, so an update may have been running.
+        if again and self._running is None:
+            out.absent("a server loaded the same version twice, and no event says when updates end")
+            return
+        out.exercised("loads")
+        if previous is not None and again and not self._running:
             out.finding(
-                "a server loaded the same version twice",
+                "an update loads again after it has ended",
                 expected=(
-                    f"one load of version {event.version}, published as {event.label!r}, by"
+                    f"no further load of version {event.version}, published as {event.label!r}, by"
                     f" {event.server_id}"
                 ),
                 observed=f"loads at events {previous.index} and {event.index}",
                 where={"server": event.server_id, "version": event.version, "index": event.index},
                 hint=(
-                    "A cancelled or retried update ran again although the first one had done its"
-                    " work (prime-rl #2004)."
+                    "A cancelled or retried update runs on although the trainer was told that it"
+                    " is done (prime-rl #2004): it interrupts calls that nobody expects it to"
+                    " interrupt, and may overwrite newer weights. Cancel it, or wait for it."
                 ),
             )
 
 
 weights_one_load_per_version: Check = trace_check(
     "weights.one-load-per-version",
-    promise="A server loads each published version once.",
-    needs="Weights events",
+    promise="When a weight update has ended, no server loads its weights a second time.",
+    needs="Weights and Update events",
     exercised_by="loads",
 )(WeightsOneLoadPerVersion)

@@ -142,3 +142,26 @@ class UpdatesMerged(Control):
             await self.roll(weights, label, [s for s in self.servers if s.alive])
             self.done_up_to = upto
             self.wanted = [w for w in self.wanted if w[1] > upto]
+
+
+class LoadedTwice(Control):
+    """Each update loads a second time, to be sure: the weights are the same."""
+
+    async def roll(self, weights, label, servers):
+        await super().roll(weights, label, servers)
+        await super().roll(weights, label, [s for s in servers if s.alive])
+
+
+class UpdateRetriedEverywhere(Control):
+    """If the transfer to one server breaks, the update is run again for all of them."""
+
+    async def update_weights(self, version):
+        for attempt in range(4):
+            try:
+                await super().update_weights(version)
+            except TransferFailed:
+                if attempt == 3:
+                    raise
+                await asyncio.sleep(2)
+            else:
+                return

@@ -52,6 +52,7 @@ ROLLOUTS = {
     faulty_updates.TransferTimesOut: ("weights.update-loads", "slow updates"),
     faulty_updates.OnlyTheFirstIsPaused: ("weights.no-stale-cache", "slow updates"),
     faulty_updates.UnlabelledTwiceIsOnce: ("weights.update-loads", "unlabelled updates"),
+    faulty_updates.RetryLeftBehind: ("weights.one-load-per-version", "many requests"),
     faulty_updates.StaleWhenDelivered: ("weights.staleness-bound", "slow updates"),
     faulty_samples.EndsStripped: ("stitch.tokens", "end token inside"),
     faulty_samples.BoundaryRowAgain: ("routes.provenance", "a later first version"),
