@@ -110,6 +110,9 @@ def _reason_is_right(
         return sample_reason in (FinishReason.ABORT, FinishReason.ERROR) or exhausted
     if sample_reason == FinishReason.LENGTH and not exhausted:
         return True  # stitch.finish-length reports it
+    # the next answer had no room: the turn ended, and the rollout was cut
+    if sample_reason == FinishReason.LENGTH and _may_go_on(view, delivered):
+        return True
     cut = delivered.count < len(delivered.reference.response_ids) or any(
         run.attempt < 0 for run in delivered.reference.runs
     )
@@ -156,6 +159,15 @@ def _ended_by_limit(view: RequestView, delivered: Delivery) -> bool:
     words = limits.cut_answer(view.request.turns[answered])
     used = len(delivered.rollout.response_ids) + len(words)
     return any(used >= bound for bound in _bounds(view))
+
+
+def _may_go_on(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether the environment would have answered the last turn, had there been room."""
+    if view.header is None or view.header.case is None:
+        # only a case lists the answers that were still to come
+        return view.contract.multi_turn
+    answered = len(delivered.reference.answers)
+    return answered < len(view.request.turns) and _ended_by_limit(view, delivered)
 
 
 def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:

@@ -141,3 +141,14 @@ class MasksTheNewWeights(Convo):
                 for k, v in zip(mask, m.vers, strict=False)
             ]
         return mask
+
+
+class FullIsCut(Convo):
+    """A conversation that fills its budget says length, also if its last turn came to its own end
+    and nobody was to answer it.
+    """
+
+    def compile(self, chat):
+        if chat.reason == "stop" and self.room(chat) == 0:
+            chat.reason = "length"
+        return super().compile(chat)

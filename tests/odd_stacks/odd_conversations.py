@@ -50,3 +50,15 @@ class LimitedConversations(Convo):
         if len(answer) > 3:
             answer = (*answer[:1], *answer[-2:])
         return answer if room is None or room > len(answer) else None
+
+
+class CutBeforeTheAnswer(Convo):
+    """A conversation whose next answer has no room left says that its length ended it, though the
+    last turn came to its own end.
+    """
+
+    def environment(self, chat, turn):
+        answer = super().environment(chat, turn)
+        if answer is None and turn.reason == "stop" and chat.answered < len(chat.request.turns):
+            chat.reason = "length"
+        return answer

@@ -69,6 +69,7 @@ ROLLOUTS = {
     ),
     faulty_conversations.CutTurnsAnswered: ("lifecycle.cut-turns-not-answered", "declared limits"),
     faulty_conversations.ReasonOfTheFirstTurn: ("stitch.finish-reason", "long turns"),
+    faulty_conversations.FullIsCut: ("stitch.finish-reason", DRAWN),
     faulty_conversations.LastAnswerTokenTrained: ("stitch.mask-environment", "cut turns"),
     faulty_conversations.FirstTokenOfLaterTurns: ("stitch.mask", "cut turns"),
     faulty_conversations.OneTurnCounter: ("lifecycle.ended-turns-answered", DRAWN),

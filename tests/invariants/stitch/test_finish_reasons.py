@@ -173,6 +173,45 @@ class TestFinishReason:
             script_rollout(*parts, budget=6, sample={"finish_reason": FinishReason.LENGTH})
         )
 
+    @pytest.mark.parametrize(
+        ("turns", "limits", "found"),
+        [
+            (((91,),), None, False),  # the answer would fill the budget
+            ((), None, True),  # nobody was to answer
+            ((), {"turns": 1}, True),
+            (((91,),), {"turns": 1}, False),
+        ],
+    )
+    def test_a_turn_that_leaves_no_room_for_its_answer_was_cut_or_ended(
+        self, turns: tuple[tuple[int, ...], ...], limits: dict[str, int] | None, found: bool
+    ) -> None:
+        """The turn ended, and the conversation was cut: both reasons are right. A complete answer
+        that nothing was to follow is still not truncated.
+        """
+        turn = ScriptedCall(tokens=(11, 12), reason="stop")
+        for reason in ("length", "stop"):
+            story = script_rollout(
+                turn,
+                budget=2,
+                request={"turns": turns},
+                sample={"finish_reason": FinishReason(reason)},
+                multi_turn=True,
+                limits=limits,
+            )
+            assert (found and reason == "length") == (check(self.ID, story).found > 0)
+
+    def test_a_recording_does_not_say_whether_an_answer_was_to_follow(self) -> None:
+        """Only a case lists the answers of the environment."""
+        for multi_turn in (True, False):
+            script = TraceScript(driven=False, multi_turn=multi_turn)
+            story = script_rollout(
+                ScriptedCall(tokens=(11, 12), reason="stop"),
+                budget=2,
+                sample={"finish_reason": FinishReason.LENGTH},
+                script=script,
+            )
+            assert multi_turn == (check(self.ID, story).found == 0)
+
     def test_ends_are_counted_by_kind(self) -> None:
         """Which ends a run has seen."""
         passes(self.ID, script_rollout(A, B, budget=5), ends_by_length=1)
