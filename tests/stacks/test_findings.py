@@ -31,7 +31,12 @@ def root_of(finding: Finding) -> Path:
         variable = CHECKOUTS[finding.distribution]
         if variable not in os.environ:
             pytest.skip(f"{variable} does not name a checkout of {finding.distribution}")
-        return Path(os.environ[variable])
+        root = Path(os.environ[variable])
+        head = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+        if not commit.startswith(finding.version):
+            pytest.skip(f"{root} is at {commit}, and the page is of {finding.version}")
+        return root
     for name, version in {finding.distribution: finding.version, **finding.needs}.items():
         try:
             installed = importlib.metadata.version(name)
