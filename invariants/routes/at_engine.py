@@ -205,13 +205,13 @@ def routes_immutable(view: RequestView, out: Collector) -> None:
 def _overlaps(
     tokens: tuple[Span, ...], rows: tuple[Span, ...], offset: int
 ) -> Iterator[tuple[Span, Span]]:
-    """Return spans of tokens with the spans of the rows that predicted them, both cut to what they
-    share, in absolute positions of rows.
+    """Return spans of tokens with each span of rows, cut to those that predicted them (may be none,
+    so that it ends before it starts), in absolute positions of rows.
     """
     for token in tokens:
         for row in rows:
             low, high = max(token.start + offset, row.start), min(token.end + offset, row.end)
-            if low < high and token.version is not None and row.version is not None:
+            if token.version is not None and row.version is not None:
                 yield token, Span(start=low, end=high, version=row.version)
 
 

@@ -379,9 +379,9 @@ def routes_content(view: RequestView, out: Collector) -> None:
         return
     first = int(group.positions[0])
     evidence = comparison.of(view)
-    actual, expected = (
-        evidence.delivered(first, first + 1)[0],
-        evidence.expected(group.positions[:1])[0],
+    (actual,), (expected,) = (
+        evidence.delivered(first, first + 1),
+        evidence.expected(group.positions[:1]),
     )
     # The order within a cell does not count: a trainer gathers by id.
     column = int(

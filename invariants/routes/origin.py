@@ -153,7 +153,7 @@ def row_version(reply: Reply, position: int) -> Version:
     otherwise the one that the engine showed.
     """
     if reply.true_rows is not None:
-        return spread(reply.true_rows, position + 1)[position]
+        return spread(reply.true_rows, position + 1)[-1]
     return reply.output.version
 
 
@@ -334,11 +334,9 @@ def _layer(
     any way.
     """
     count = wrong.actual.shape[1]
-    for shift in [s for d in range(1, min(count, 9)) for s in (d, -d)]:
+    # A shift that leaves less than half of the layers explains too little to be named.
+    for shift in [s for d in range(1, count // 2 + 1) for s in (d, -d)]:
         low, high = max(0, -shift), min(count, count - shift)
-        # A shift that leaves less than half of the layers explains too little to be named.
-        if high - low < (count + 1) // 2:
-            continue
         equal = (wrong.actual[:, low:high] == wrong.expected[:, low + shift : high + shift]).all(
             axis=(1, 2)
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.core.events.rollout import Reply, Result
+from rollproof.core.events.rollout import Admit, Reply, Result
 from rollproof.core.records import Span
 from rollproof.core.trace import Trace
 from rollproof.judging.checks import Verdict
@@ -59,6 +59,61 @@ def test_every_row_that_an_engine_returned_is_compared_with_the_oracle() -> None
         judged = _judged(story, story.trace(story.good()))
         assert failing(judged) == set()
         assert judged["routes.engine"].exercised == {"engine rows compared": 16}
+
+
+def test_a_reply_without_the_truth_is_left_out_and_a_duplicate_counts_once() -> None:
+    """The replies after them are compared."""
+    story = RoutedRequest()
+    trace = story.trace(story.good())
+    first, second = (event for event in trace.events if isinstance(event, Reply))
+    events = list(trace.events)
+    events[events.index(first)] = replace(first, true_rows=None)
+    events.insert(events.index(second) + 1, replace(second, duplicate=True))
+    result = _judged(story, trace.with_events(events))["routes.engine"]
+    assert (Verdict.PASS, {"engine rows compared": 9}) == (result.verdict, result.exercised)
+
+
+def _spoilt(story: RoutedRequest, start: int, *spans: Span) -> Judgement:
+    """Judge a reply of one call with the rows from ``start`` on, of which row 6 is wrong."""
+    rows = story.good().copy()
+    rows[6] = RoutedRequest(request_id="r7").rows(6, 7, 1)
+    trace = story.trace(rows)
+    output = replace(_first_reply(story).output, routes=rows[start:], routes_start=start)
+    return _judged(story, _with_reply(trace, 0, output=output, true_rows=spans))
+
+
+@pytest.mark.parametrize(("start", "compared"), [(0, 7), (1, 6), (3, 4)])
+def test_rows_are_compared_span_by_span(start: int, compared: int) -> None:
+    """A mixed span, one of unknown version, and rows that the reply does not hold have no oracle;
+    those after them do, wherever the reply begins.
+    """
+    story = RoutedRequest(segments=(Segment(5),))
+    result = _spoilt(
+        story,
+        start,
+        Span(start=0, end=3, version=1),
+        Span(start=3, end=4, version="mixed"),
+        Span(start=4, end=5, version=None),
+        Span(start=5, end=9, version=1),
+        Span(start=9, end=12, version="unheard of"),
+    )["routes.engine"]
+    assert {"engine rows compared": compared} == result.exercised
+    (finding,) = result.findings
+    assert 6 == finding.where["position"]
+    assert "wrong in 1 of 4 rows (position 6), in 3 of 3 MoE layers" in finding.observed
+
+
+def test_rows_with_columns_for_dense_layers_are_found_where_none_are_declared() -> None:
+    """The engine declares the axis of MoE layers, of which there are three."""
+    changes = {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": "moe"}
+    story = RoutedRequest(segments=(Segment(5),), changes=changes)
+    every = RoutedRequest(segments=story.segments, changes={**changes, "layer_axis": "all"}).good()
+    output = replace(_first_reply(story).output, routes=every)
+    (finding,) = _judged(story, _with_reply(story.trace(story.good()), 0, output=output))[
+        "routes.engine"
+    ].findings
+    assert "rows of shape (5, 2)" == finding.observed
+    assert (0, 1) == (finding.where["position"], finding.where["layer"])
 
 
 def test_a_stale_slot_is_the_engines_fault_alone() -> None:
@@ -120,6 +175,38 @@ def test_a_recompute_must_not_overwrite_the_rows_of_sampled_tokens() -> None:
     assert judged["routes.immutable"].exercised == {"rows that predicted a sampled token": 5}
 
 
+@pytest.mark.parametrize(("rows", "found"), [(7, 0), (8, 1)])
+def test_only_rows_in_the_reply_can_be_overwritten(rows: int, found: int) -> None:
+    """The recomputed ones begin at row 7."""
+    story = RoutedRequest(segments=(Segment(5, 1),), with_truth=False)
+    trace = story.trace(story.good())
+    trace = _with_reply(
+        trace,
+        0,
+        output=replace(_first_reply(story).output, routes=story.good()[:rows]),
+        true_tokens=(Span(start=0, end=5, version=1),),
+        true_rows=(Span(start=0, end=7, version=1), Span(start=7, end=9, version=2)),
+    )
+    result = judge(trace, REGISTRY)["routes.immutable"]
+    assert found == result.found
+    assert {"rows that predicted a sampled token": rows - 4} == result.exercised
+
+
+@pytest.mark.parametrize(("token", "row"), [(None, 2), (1, None), (1, "mixed"), ("mixed", 2)])
+def test_rows_and_tokens_of_unknown_weights_are_not_compared(token: Any, row: Any) -> None:
+    """Nor those over a cache of several versions; the others of the reply are."""
+    story = RoutedRequest(segments=(Segment(5, 1),), with_truth=False)
+    trace = _with_reply(
+        story.trace(story.good()),
+        0,
+        true_tokens=(Span(start=0, end=3, version=token), Span(start=3, end=5, version=1)),
+        true_rows=(Span(start=0, end=7, version=row), Span(start=7, end=9, version=1)),
+    )
+    result = judge(trace, REGISTRY)["routes.immutable"]
+    assert (Verdict.PASS, 0) == (result.verdict, result.found)
+    assert {"rows that predicted a sampled token": 2} == result.exercised
+
+
 def test_an_engine_that_declares_overwriting_is_not_held_to_it() -> None:
     """SGLang stores rows by slot: under latest-prefill the check is not applicable."""
     story = RoutedRequest(segments=(Segment(5, 1),), with_truth=False)
@@ -156,6 +243,47 @@ def test_rows_out_of_a_stale_prefix_cache_are_found_where_an_update_should_have_
         assert finding.expected == "rows of version 2, in service when the call was admitted"
         assert finding.observed == "rows 0-3 of version 1, of 9 rows"
         assert "cache_salt" in finding.hint
+
+
+def test_replies_are_judged_once_a_server_has_had_two_versions() -> None:
+    """The first load is no update, and one of the same weights brings no older ones."""
+    for versions, exercised in (((1, 2), 1), ((1, 1), 0), ((1, 2, 2), 2)):
+        story = RoutedRequest(segments=tuple(Segment(2, version) for version in versions))
+        result = judge(story.trace(story.good()), REGISTRY)["routes.prefix-cache"]
+        counted = result.exercised.get("replies admitted after an update", 0)
+        assert exercised == counted, versions
+
+
+@pytest.mark.parametrize("lacks", ["rows", "admission"])
+def test_a_reply_that_lacks_the_truth_hides_no_stale_rows(lacks: str) -> None:
+    """It is left out, and the next one is judged."""
+    story = RoutedRequest()
+    stale = (Span(start=0, end=4, version=1), Span(start=4, end=9, version=2))
+    trace = _with_reply(story.trace(story.good()), 1, true_rows=stale)
+    if lacks == "rows":
+        trace = _with_reply(trace, 0, true_rows=None)
+    else:
+        first = next(event for event in trace.events if isinstance(event, Admit))
+        trace = trace.with_events([event for event in trace.events if event is not first])
+    finding = only_finding(judge(trace, REGISTRY), "routes.prefix-cache")
+    assert "rows 0-3 of version 1, of 9 rows" == finding.observed
+
+
+def test_all_stale_rows_of_a_prefix_cache_are_named() -> None:
+    """They came from two calls, each under its own older weights: from the first row to the last,
+    as far as the cache reaches.
+    """
+    story = RoutedRequest(segments=(Segment(2, 1), Segment(2, 2), Segment(2, 3)))
+    spans = (
+        Span(start=0, end=2, version=1),
+        Span(start=2, end=4, version=2),
+        Span(start=4, end=10, version=3),
+    )
+    judged = judge(_with_reply(story.trace(story.good()), 2, true_rows=spans), REGISTRY)
+    finding = only_finding(judged, "routes.prefix-cache")
+    assert "rows of version 3, in service when the call was admitted" == finding.expected
+    assert "rows 0-3 of version 1, of 10 rows" == finding.observed
+    assert (0, 1) == (finding.where["position"], finding.where["version"])
 
 
 def test_routes_that_change_later_share_an_engines_memory() -> None:

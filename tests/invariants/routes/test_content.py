@@ -438,6 +438,22 @@ def test_a_repeated_row_is_filler_where_it_is_declared_and_only_of_its_neighbour
     )
 
 
+@pytest.mark.parametrize("prompt", [1, 4])
+def test_a_repetition_of_the_row_that_the_engine_returned_is_filler(prompt: int) -> None:
+    """The delivered row before it is wrong, which is another check's fault: also if that is the
+    first row of all.
+    """
+    story = RoutedRequest(
+        segments=(Segment(1),),
+        prompt=prompt,
+        changes={**_MODELS["wide"], **_CONVENTIONS["T, previous"]},
+    )
+    rows = story.good().copy()
+    rows[-2] = RoutedRequest(request_id="r1", changes=story.changes).good()[0]
+    assert (rows[-2] != rows[-1]).any()
+    assert {"routes.content"} == failing(story.judged(rows))
+
+
 def test_zeros_are_flagged_where_they_are_declared() -> None:
     """Declared zeros pass, and the report counts them by a name that says what they do."""
     judged = (story := RoutedRequest(changes=_CONVENTIONS["T, zeros"])).judged(story.good())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollproof.core.events.rollout import Reply
+from rollproof.core.records import Span
+from rollproof.invariants.routes.content import routes_provenance
 from rollproof.judging.judge import Judgement
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge
 from tests.support.routed_requests import RoutedRequest, Segment, failing, only_finding
 
 _EXPERTS = 16
@@ -136,3 +141,89 @@ def test_a_row_of_another_position_needs_twelve_bits(layers: int, experts: int, 
     delivered = chosen.copy()
     delivered[2] = chosen[6]
     assert {check} == failing(_request(chosen, experts).found(delivered))
+
+
+def _layers(count: int) -> dict[str, Any]:
+    return {"num_layers": count, "moe_layers": tuple(range(count)), "dtype": "int32"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "columns", "check"),
+    [
+        (1, [0], "routes.captured"),
+        (2, [0, 1], "routes.captured"),
+        (2, [1], "routes.distinct"),
+    ],
+    ids=["the only layer", "two layers", "one of two layers"],
+)
+def test_ids_that_no_router_chooses_need_no_twelve_bits(
+    layers: int, columns: list[int], check: str
+) -> None:
+    """A row of zeros is filler even if its cells carry 6 bits each, unless it is one cell of
+    several layers.
+    """
+    story = RoutedRequest(changes=_layers(layers))
+    rows = story.good().copy()
+    rows[2, columns] = 0
+    assert {check} == failing(story.judged(rows))
+
+
+@pytest.mark.parametrize("filled", [1, 2, 3, 4, 5])
+def test_three_rows_with_a_cause_of_their_own_are_a_second_fault(filled: int) -> None:
+    """Fewer at the edge of a fault are counted with it, whatever they hold; more than the first
+    cause explains are never its edge.
+    """
+    story = RoutedRequest(segments=(Segment(8),))
+    rows = story.good().copy()
+    rows[:4] = story.good()[1:5]
+    rows[6 : 6 + filled] = 0
+    judged = story.judged(rows)
+    if filled < 3:
+        observed = only_finding(judged, "routes.position").observed
+        places = "position 6" if filled == 1 else "positions 6-7"
+        assert f"so in 4 of 12 rows (positions 0-3); {filled} more row" in observed
+        assert f"({places}) of the same sample {'is' if filled == 1 else 'are'} also" in observed
+    else:
+        assert {"routes.position", "routes.captured"} == failing(judged)
+
+
+@pytest.mark.parametrize(
+    ("ids", "check"),
+    [((-1, 3), "routes.in-range"), ((8, 3), "routes.in-range"), ((3, 3), "routes.distinct")],
+)
+def test_ids_out_of_range_or_repeated_are_another_checks(ids: tuple[int, int], check: str) -> None:
+    """What is no choice of a router is reported for what it is."""
+    story = RoutedRequest(changes=_layers(3))
+    rows = story.good().copy()
+    rows[4, 1] = ids
+    assert {check} == failing(story.judged(rows))
+
+
+@pytest.mark.parametrize("expert", [0, 7])
+def test_the_first_and_the_last_expert_are_choices(expert: int) -> None:
+    """A wrong row with them is one of unknown origin."""
+    story = RoutedRequest(changes=_layers(3))
+    rows = story.good().copy()
+    row = next(i for i, cell in enumerate(rows[:, 1]) if expert not in cell)
+    rows[row, 1, 0] = expert
+    assert {"routes.content"} == failing(story.judged(rows))
+
+
+@pytest.mark.parametrize("with_truth", [False, True])
+def test_a_row_has_the_version_that_computed_it(with_truth: bool) -> None:
+    """The first row of the later call came out of a cache of version 7; without the truth the
+    version that the engine showed counts.
+    """
+    story = RoutedRequest(with_truth=with_truth)
+    trace = story.trace(story.returned(1))
+    if with_truth:
+        spans = (Span(start=0, end=1, version=7), Span(start=1, end=9, version=2))
+        last = [event for event in trace.events if isinstance(event, Reply)][-1]
+        trace = trace.with_events(
+            [replace(e, true_rows=spans) if e is last else e for e in trace.events]
+        )
+    judged = judge(trace, Registry([routes_provenance]))
+    (finding,) = judged["routes.provenance"].findings
+    version = 7 if with_truth else 2
+    assert finding.observed.startswith(f"it is that of segment 1 (version {version})")
+    assert version == finding.where["version"]

@@ -95,6 +95,23 @@ class TestCalls:
         assert f"Turn 0 of the environment repeats {count} tokens said before" == finding.title
         assert "open-instruct #1233" in finding.hint
 
+    @pytest.mark.parametrize("before", [(11, 12), (91, 92, 93), (13, 14), (12, 91)])
+    def test_whatever_was_said_before_may_be_repeated(self, before: tuple[int, ...]) -> None:
+        """A turn of the policy or of the environment, the first or a later one; not the end of one
+        and the beginning of the next.
+        """
+        parts = (
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(observed=WORDS, tokens=(13, 14), reason="stop"),
+            ScriptedCall(observed=(*before, 81, 82), tokens=(15,), reason="stop"),
+        )
+        story = script_rollout(*parts, budget=40, request={"turns": (WORDS, (81, 82))})
+        if before == (12, 91):
+            passes(ID, story, turns_of_the_environment=2)
+            return
+        title = f"Turn 1 of the environment repeats {len(before)} tokens said before"
+        assert title == finds(ID, story).title
+
     def test_a_template_of_one_known_token_is_no_repetition(self) -> None:
         """A separator may be a token that occurred before."""
         passes(ID, said((12, *WORDS)), turns_of_the_environment=1)
@@ -106,6 +123,13 @@ class TestCalls:
     def test_what_was_said_after_an_answer_is_not_repeated_in_it(self) -> None:
         """A template may hold the tokens that the policy says next."""
         passes(ID, said((7, 13, 14, *WORDS), later=(13, 14)), turns_of_the_environment=1)
+        parts = (
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(observed=(7, 13, 14, *WORDS), tokens=(13, 14), reason="stop"),
+            ScriptedCall(observed=(81, 82), tokens=(15,), reason="stop"),
+        )
+        story = script_rollout(*parts, budget=40, request={"turns": (WORDS, (81, 82))})
+        passes(ID, story, turns_of_the_environment=2)
 
     def test_a_limit_of_the_answers_own_length_cuts_nothing(self) -> None:
         """Between both ends nothing is left out, so that there is no place for a mark."""

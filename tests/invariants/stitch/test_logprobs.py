@@ -87,6 +87,57 @@ def test_what_32_bits_round_of_a_few_tokens_is_no_difference(by: float, found: s
     assert found == blamed(spoiled(put(2, TRUE[2] - by)))
 
 
+@pytest.mark.parametrize("count", [3, 100], ids=["few tokens", "many tokens"])
+def test_tokens_without_logprobs_have_none_to_compare(count: int) -> None:
+    """The engine omitted those of the first call."""
+    parts = (
+        ScriptedCall(tokens=tuple(range(100, 100 + count)), logprobs=False),
+        ScriptedCall(tokens=(11, 12), reason="stop"),
+    )
+    story = script_rollout(*parts, budget=200, missing_logprobs="nan")
+    assert set() == blamed(story)
+    passes(
+        "stitch.logprobs-present",
+        story,
+        sampled_tokens_with_a_logprob=2,
+        calls_that_request_logprobs=2,
+    )
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["few tokens", "many tokens"])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_response_that_was_cut_has_the_first_logprobs_of_its_last_call(
+    cut: int, large: bool
+) -> None:
+    """The budget cut the tokens and the logprobs of the second turn alike."""
+    count = 100 if large else 5
+    parts = (
+        ScriptedCall(tokens=(11, 12, 13), reason="stop"),
+        ScriptedCall(observed=(91,), tokens=tuple(range(200, 200 + count)), reason="stop"),
+    )
+    response = (11, 12, 13, 91, *range(200, 200 + count - cut))
+    right = np.concatenate(
+        [
+            -(0.25 + 0.5 * np.arange(3)),
+            [np.nan],
+            -(0.25 + 0.5 * np.arange(count - cut) + 0.125 * 4),
+        ]
+    )
+    sample = {"response": response, "finish_reason": "length"}
+    limits = {"response": len(response)}
+    for spoilt in (False, True):
+        values = right.copy()
+        values[-1] -= spoilt
+        story = script_rollout(
+            *parts,
+            budget=len(response),
+            limits=limits,
+            multi_turn=True,
+            sample={**sample, "logprobs": values},
+        )
+        assert ({"stitch.logprobs-paired"} if spoilt else set()) == blamed(story)
+
+
 class TestPresent:
     """``stitch.logprobs-present``."""
 
@@ -129,6 +180,21 @@ class TestPresent:
             == finds(self.ID, story).title
         )
         assert {self.ID} == blamed(story)
+
+    def test_the_first_call_that_does_not_ask_is_named(self) -> None:
+        """Two calls, to two servers."""
+        parts = [
+            ScriptedCall(
+                tokens=(10 + number,),
+                logprobs=False,
+                server=f"s{number}",
+                call={"want_logprobs": number == 0},
+            )
+            for number in range(3)
+        ]
+        finding = finds(self.ID, script_rollout(*parts))
+        assert "call 2 and 3 does not" == finding.observed
+        assert {"request": "r0", "call": 2, "server": "s1"} == finding.where
 
     def test_nobody_asked(self) -> None:
         """Where no request wants logprobs there is nothing to carry."""

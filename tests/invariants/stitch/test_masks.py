@@ -68,6 +68,30 @@ class TestShape:
         assert "2 of 7 entries of the loss mask are neither 0 nor 1" == finding.title
         assert finding.observed.endswith("at response index 5-6")
 
+    def test_the_mask_is_shown_from_its_first_wrong_entry_on(self) -> None:
+        """Of a long mask only the part around it."""
+        mask = np.ones(40, dtype=np.int64)
+        mask[[0, 20, 39]] = 2
+        long = ScriptedCall(tokens=tuple(range(100, 140)), reason="stop")
+        story = script_rollout(long, budget=40, loss_mask=True, sample={"loss_mask": mask})
+        finding = finds(self.ID, story)
+        assert finding.observed.startswith("[2, 1, 1, ")
+        assert finding.observed.endswith("1, ...], at response index 0, 20, 39")
+        assert 0 == finding.where["index"]
+
+    def test_one_wrong_entry_is_one(self) -> None:
+        """Not several."""
+        finding = finds(self.ID, masked((1, 1, 0, 0, 0, 2, 1)))
+        assert "1 of 7 entries of the loss mask is neither 0 nor 1" == finding.title
+
+    def test_a_mask_of_the_sampled_tokens_fits_a_wrong_response(self) -> None:
+        """The response lost a token, for which stitch.tokens is there; the mask did not."""
+        one = ScriptedCall(tokens=(11, 12, 13), reason="stop")
+        for mask, found in (((1, 1, 1), 0), ((1, 1), 0), ((1,), 1), ((1,) * 4, 1)):
+            sample = {"response": (11, 13), "loss_mask": np.array(mask)}
+            story = script_rollout(one, loss_mask=True, sample=sample)
+            assert found == check(self.ID, story).found
+
     def test_no_tokens_need_no_mask(self) -> None:
         """An empty response may come without."""
         assert set() == blamed(
@@ -272,6 +296,16 @@ class TestSampled:
         assert Verdict.FAIL != out.verdict
         if not any(mask):
             unknown(self.ID, rollout(parts, mask), f"declare masked=('{reason}'")
+
+    def test_a_reply_without_tokens_has_no_end_token(self) -> None:
+        """The token before it is that of an aborted call, whose mask nothing explains."""
+        parts = (
+            ScriptedCall(tokens=(11, 12)),
+            ScriptedCall(reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(13,), reason="stop"),
+        )
+        finding = finds(self.ID, rollout(parts, (1, 0, 0, 0), masked=("end",)))
+        assert "0 at response index 1" == finding.observed
 
     def test_tokens_without_a_logprob_are_judged_elsewhere(self) -> None:
         """A token without a logprob may be masked; stitch.logprobs-missing says how it is

@@ -284,6 +284,15 @@ class TestPublished:
         assert ("one of the published labels: 0 and 1", "9") == (finding.expected, finding.observed)
         assert {self.ID} == blamed(story)
 
+    def test_the_first_of_several_made_up_versions_is_the_place(self) -> None:
+        """All are named, in the order of the sample."""
+        story = script_rollout(
+            OLD, NEW, versions="token", sample={"token_versions": (0, 9, 0, 1, 7)}
+        )
+        finding = finds(self.ID, story)
+        assert "The sample is tagged with version 9 and version 7, never published" == finding.title
+        assert ("9 and 7", 9) == (finding.observed, finding.where["version"])
+
     def test_marks_on_the_environments_tokens_are_not_versions(self) -> None:
         """Some stacks put -1 where nothing was sampled."""
         parts = (

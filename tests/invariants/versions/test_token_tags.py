@@ -10,7 +10,7 @@ from rollproof.core.events.rollout import Call, Weights
 from rollproof.core.records import Span, Version
 from rollproof.core.trace import Trace
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
-from tests.support.trace_script import finds, passes, unknown
+from tests.support.trace_script import check, finds, passes, unknown
 
 OLD, NEW = (
     ScriptedCall(tokens=(11, 12, 13)),
@@ -85,6 +85,25 @@ class TestSpansCover:
         finding = finds(self.ID, story)
         assert (title, index) == (finding.title, finding.where["index"])
         assert {self.ID} == blamed(story)
+
+    def test_samples_without_spans_or_without_tokens_are_not_judged(self) -> None:
+        """versions.present reports missing spans; where nothing was sampled none are needed."""
+        unknown(self.ID, script_rollout(OLD, NEW, versions="span", sample=spans()), "exercised")
+        nothing = script_rollout(
+            ScriptedCall(reason="stop"), versions="span", sample=spans((0, 0, 0))
+        )
+        unknown(self.ID, nothing, "exercised")
+
+    @pytest.mark.parametrize(("count", "more"), [(8, ""), (9, ", ...")])
+    def test_eight_spans_are_shown(self, count: int, more: str) -> None:
+        """And no more than that."""
+        one = ScriptedCall(tokens=tuple(range(11, 21)), reason="stop")
+        parts = [(i, i + 1, 0) for i in range(count)]
+        story = script_rollout(one, budget=10, versions="span", sample=spans(*parts))
+        shown = ", ".join(f"{i}-{i + 1}: version 0" for i in range(8))
+        finding = finds(self.ID, story)
+        assert shown + more == finding.observed
+        assert "spans in order, from 0 to 10, without gap or overlap" == finding.expected
 
     @pytest.mark.parametrize(
         "parts",
@@ -167,7 +186,26 @@ class TestOneTagPerToken:
             finding.expected,
             finding.observed,
         )
+        assert "fewer tags than tokens" == finding.kind
         assert {self.ID} == blamed(story)
+
+    def test_a_tag_too_many_is_found(self) -> None:
+        """Wrong ones as well are not compared: which token each belongs to is not known."""
+        story = script_rollout(OLD, NEW, versions="token", sample={"token_versions": (1,) * 6})
+        finding = finds(self.ID, story)
+        assert "The sample has 6 version tags for 5 tokens" == finding.title
+        assert "more tags than tokens" == finding.kind
+        assert {self.ID} == blamed(story)
+
+    def test_tags_of_the_sampled_tokens_fit_a_wrong_response(self) -> None:
+        """The response lost a token, for which stitch.tokens is there; the tags did not."""
+        for tags, found in (((0,) * 3, 0), ((0,) * 2, 0), ((0,), 1), ((0,) * 4, 1)):
+            story = script_rollout(
+                ScriptedCall(tokens=(11, 12, 13), reason="stop"),
+                versions="token",
+                sample={"response": (11, 13), "logprobs": None, "token_versions": tags},
+            )
+            assert found == check(self.ID, story).found
 
 
 class TestTokenTags:
@@ -181,8 +219,27 @@ class TestTokenTags:
         finding = finds(self.ID, story)
         assert "3 of 5 sampled tokens carry a version that did not sample them" == finding.title
         assert "version 1 at response index 0-2" == finding.observed
+        assert "tagged with a later version" == finding.kind
+        assert {"request": "r0", "index": 0, "segment": 0, "version": 1} == finding.where
         assert "AReaL #1569" in finding.hint
         assert {self.ID} == blamed(story)
+
+    def test_the_first_wrong_tag_is_compared_with_its_own_sampler(self) -> None:
+        """The tag is later than the version before it and earlier than the one that sampled the
+        token.
+        """
+        later = ScriptedCall(tokens=(21, 22), version=2, reason="stop")
+        story = script_rollout(
+            OLD,
+            ScriptedCall(version=1),
+            later,
+            versions="token",
+            sample={"token_versions": (0, 0, 0, 1, 0)},
+        )
+        finding = finds(self.ID, story)
+        assert "version 1 and 0 at response index 3-4" == finding.observed
+        assert "tagged with an earlier version, or none of the engine's" == finding.kind
+        assert (3, 1) == (finding.where["index"], finding.where["version"])
 
     def test_tags_shifted_by_one_are_found(self) -> None:
         """One token of the new weights too many."""

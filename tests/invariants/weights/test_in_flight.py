@@ -376,6 +376,20 @@ class TestNoStaleCache:
         assert "was to clear the cache" in finding.hint
         assert "the reset was refused while calls ran" in finding.hint
 
+    def test_the_hint_names_the_last_load_that_replaced_the_older_weights(self) -> None:
+        """They were served twice: the cache holds what it got the second time."""
+        script = TraceScript()
+        script.weights(0).weights(1).weights(0).submit()
+        script.pause(clear_cache=False).weights(2).resume()
+        script.reply(
+            script.call((1, 2)),
+            (3, 4),
+            version=2,
+            true_rows=spans((0, 1, 0), (1, 3, 2)),
+            output={"cached_tokens": 1},
+        )
+        assert "The pause at event 4 kept the cache" in finds(self.ID, script).hint
+
     def test_weights_that_the_server_never_had_are_no_matter_of_its_cache(self) -> None:
         """Rows that fit no weights at all, and what they were mixed with later."""
         script = _updated()
