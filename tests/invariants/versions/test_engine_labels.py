@@ -285,6 +285,12 @@ class TestUnknownStaysUnknown:
         )
         assert {self.ID} == blamed(story)
 
+    def test_a_token_between_two_spans_has_no_tag(self) -> None:
+        """The spans before and after it end and begin there, and say nothing of it."""
+        spans = (Span(start=0, end=2, version=0), Span(start=3, end=4, version=2))
+        story = script_rollout(*self.PARTS, versions="span", sample={"spans": spans})
+        passes(self.ID, story, tokens_without_a_shown_version=1)
+
     @pytest.mark.parametrize("tag", [None, 1])
     def test_unknown_and_true_are_right(self, tag: int | None) -> None:
         """A stack may know better than its engine says."""

@@ -385,6 +385,21 @@ class TestAtOnce:
             script = _fleet().pause().fault("death", server).pause().weights(1).resume()
             assert {"updates started at once": 1} == check(self.NEST, script).exercised
 
+    def test_a_label_is_no_load_of_either_update(self) -> None:
+        """Published between the resumes, or for older weights at the end."""
+        between = _fleet().pause().pause().weights(1).weights(2).resume()
+        between.weights(2, label=2, loaded=False).resume()
+        passes(self.NEST, between, updates_started_at_once=1)
+        passes(self.NEWEST, between.weights(1, loaded=False), updates_started_at_once=1)
+
+    def test_without_an_overlap_nothing_hinders_the_verdict(self) -> None:
+        """A skew, or weights that nobody named, would only be a reason if two updates met."""
+        case = {"actions": ({"do": "skew", "server": "s1"},)}
+        unnamed = _fleet().pause().weights(None).resume()  # type: ignore[arg-type]
+        for check_id in (self.NEST, self.NEWEST):
+            unknown(check_id, _fleet(case=case).pause().weights(1).resume(), "not exercised")
+            unknown(check_id, unnamed, "not exercised")
+
     def test_a_roll_back_is_nobodys_fault(self) -> None:
         """Restoring older weights is a decision, unless two updates overlapped."""
         unknown(self.NEWEST, _fleet().weights(2).weights(1), "not exercised")
@@ -448,6 +463,30 @@ class TestOneLoad:
         passes(self.ID, revived, loads=1)
         ended = _update(_update(_fleet(), UpdatePhase.ASKED).weights(1), UpdatePhase.ENDED)
         passes(self.ID, ended.weights(2, by_harness=True).weights(1), loads=2)
+
+    def test_a_label_is_no_second_load(self) -> None:
+        """The weights were published under it once they were there."""
+        ended = _update(_update(_fleet(), UpdatePhase.ASKED), UpdatePhase.ENDED)
+        passes(self.ID, ended.weights(1).weights(1, loaded=False), loads=1)
+
+    def test_weights_that_nobody_named_may_be_two_parts_of_one_update(self) -> None:
+        """They are in between two loads of one version, too."""
+        script = _fleet().weights(None, label=1).weights(None, label=1)  # type: ignore[arg-type]
+        unknown(self.ID, script, "the trace does not say which weights were loaded")
+        ended = _update(_update(_fleet(), UpdatePhase.ASKED), UpdatePhase.ENDED)
+        between = ended.weights(1).weights(None, label=2).weights(1)  # type: ignore[arg-type]
+        assert (0, {"loads": 2}) == (
+            check(self.ID, between).found,
+            dict(check(self.ID, between).exercised),
+        )
+
+    @pytest.mark.parametrize(("loads", "found"), [(1, 0), (2, 1), (3, 2)])
+    def test_each_further_load_is_found(self, loads: int, found: int) -> None:
+        """Each server is judged for itself."""
+        script = _update(_update(_fleet(), UpdatePhase.ASKED), UpdatePhase.ENDED)
+        for _ in range(loads):
+            script.weights(1)
+        assert found == check(self.ID, script.weights(1, "s1")).found
 
     def test_reloads_with_a_reason_pass(self) -> None:
         """After a failure or a death, under a new label, without a label, back to older weights,
