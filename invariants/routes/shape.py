@@ -190,7 +190,7 @@ def routes_rows(view: RequestView, out: Collector) -> None:
         f"{count(evidence.rows, 'route row')} for a sample of {count(evidence.total, 'token')}",
         kind=(
             "too many route rows"
-            if (evidence.rows or 0) > max(evidence.row_counts)
+            if evidence.rows > max(evidence.row_counts)
             else "too few route rows"
         ),
         expected=(

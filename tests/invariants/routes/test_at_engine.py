@@ -215,6 +215,20 @@ def test_rows_and_tokens_of_unknown_weights_are_not_compared(token: Any, row: An
     assert {"rows that predicted a sampled token": 2} == result.exercised
 
 
+@pytest.mark.parametrize("lacks", ["true_rows", "true_tokens"])
+def test_a_reply_without_the_truth_hides_no_overwritten_rows(lacks: str) -> None:
+    """It is left out, and the next one is judged."""
+    story = RoutedRequest(segments=(Segment(3, 1), Segment(2, 1)), with_truth=False)
+    truth: dict[str, Any] = {
+        "true_tokens": (Span(start=0, end=2, version=1),),
+        "true_rows": (Span(start=0, end=9, version=2),),
+    }
+    trace = _with_reply(story.trace(story.good()), 0, **{**truth, lacks: None})
+    finding = only_finding(judge(_with_reply(trace, 1, **truth), REGISTRY), "routes.immutable")
+    assert "rows 7-8 of version 1, which sampled the tokens 8-9" == finding.expected
+    assert (2, 7) == (finding.where["call"], finding.where["position"])
+
+
 def test_an_engine_that_declares_overwriting_is_not_held_to_it() -> None:
     """SGLang stores rows by slot: under latest-prefill the check is not applicable."""
     story = RoutedRequest(segments=(Segment(5, 1),), with_truth=False)
@@ -275,6 +289,20 @@ def test_a_reply_that_lacks_the_truth_hides_no_stale_rows(lacks: str) -> None:
         trace = trace.with_events([event for event in trace.events if event is not first])
     finding = only_finding(judge(trace, REGISTRY), "routes.prefix-cache")
     assert "rows 0-3 of version 1, of 9 rows" == finding.observed
+
+
+@pytest.mark.parametrize(("cached", "found"), [(4, 0), (5, 1), (None, 1), (99, 1)])
+def test_only_the_cached_part_of_a_reply_is_judged(cached: int | None, found: int) -> None:
+    """Rows of old weights after it were computed by them: weights.served-after-update is for
+    that.
+    """
+    story = RoutedRequest()
+    trace = story.trace(story.good())
+    second = [event for event in trace.events if isinstance(event, Reply)][1]
+    spans = (Span(start=0, end=4, version=2), Span(start=4, end=9, version=1))
+    output = replace(second.output, cached_tokens=cached)
+    result = judge(_with_reply(trace, 1, true_rows=spans, output=output), REGISTRY)
+    assert found == result["routes.prefix-cache"].found
 
 
 def test_all_stale_rows_of_a_prefix_cache_are_named() -> None:

@@ -179,6 +179,15 @@ def test_a_shift_names_the_row_that_stands_there() -> None:
         == "the row at position 1 is that of position 0; so in 8 of 9 rows (positions 1-8)"
     )
     assert finding.expected == "row i is the row of token i of prompt + response"
+    assert {"request": "r0", "position": 1} == finding.where
+
+
+def test_a_shift_in_the_response_names_its_segment() -> None:
+    """Position and segment of the first wrong row."""
+    story = RoutedRequest()
+    rows = np.concatenate([story.good()[:7], story.good()[6:-1]])
+    finding = only_finding(story.judged(rows), "routes.position")
+    assert {"request": "r0", "position": 7, "segment": 0} == finding.where
 
 
 def test_a_long_sample_is_looked_into_as_far_as_it_tells() -> None:
@@ -201,6 +210,36 @@ def test_a_layer_shift_names_the_layers_of_the_model() -> None:
     )
     assert finding.where == {"request": "r0", "position": 0, "layer": 1}
     assert "verl #5037" in finding.hint
+
+
+def test_a_layer_shift_back_names_the_first_column_with_another_layer() -> None:
+    """The first column has nothing before it to hold."""
+    story = RoutedRequest(changes=_MODELS["moe axis"])
+    finding = only_finding(story.judged(np.roll(story.good(), 1, axis=1)), "routes.layer")
+    assert (
+        "columns shifted by -1: layer 3's column holds the choice of layer 1; in 9 of 9 rows"
+        " (positions 0-8)" == finding.observed
+    )
+    assert {"request": "r0", "position": 0, "layer": 3} == finding.where
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("plain", "column l holds layer l (layer_axis='all')"),
+        ("dense first", "column l holds MoE layer number l (layer_axis='all')"),
+        ("moe axis", "column l holds MoE layer number l (layer_axis='moe')"),
+    ],
+)
+def test_the_columns_are_those_that_the_contract_declares(model: str, expected: str) -> None:
+    """If there are dense layers a column is not its own layer's number."""
+    story = RoutedRequest(changes=_MODELS[model])
+    rows = story.good().copy()
+    columns = list(story.contract.moe_columns)
+    rows[2:, columns] = rows[2:, columns[::-1]]
+    finding = only_finding(story.judged(rows), "routes.layer")
+    assert expected == finding.expected
+    assert 2 == finding.where["position"]
 
 
 def _delivered_columns(
@@ -296,6 +335,45 @@ def test_a_boundary_row_of_the_wrong_segment_is_told_as_such() -> None:
         finding.observed == "it is that of segment 2 (version 3); so in 1 of 12 rows (position 7)"
     )
     assert "let the next one start there" in finding.hint
+
+
+_EACH_ONE = (Segment(3, 1), Segment(1, 2), Segment(1, 3), Segment(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("provenance", "segments", "prompt", "positions", "call", "hint"),
+    [
+        ("as-sampled", _EACH_ONE, 5, [8], 3, "On resume keep all rows that are there"),
+        ("as-sampled", _EACH_ONE, 5, [7], 3, "The last token of a segment is forwarded"),
+        ("as-sampled", _EACH_ONE, 5, [6], 3, "The older rows were replaced"),
+        ("as-sampled", _EACH_ONE, 5, [7, 8], 3, "The older rows were replaced"),
+        ("as-sampled", _EACH_ONE, 1, [0], 3, "On resume keep all rows that are there"),
+        ("as-sampled", _EACH_ONE, 2, [1], 3, "The last token of a segment is forwarded"),
+        ("latest-prefill", _EACH_ONE, 5, [8], 2, "The last token of a segment is forwarded"),
+        ("latest-prefill", _EACH_ONE, 5, [6], 2, "Rows of an earlier call were kept"),
+    ],
+)
+def test_the_hint_says_which_rows_of_which_segment_were_taken(
+    provenance: str,
+    segments: tuple[Segment, ...],
+    prompt: int,
+    positions: list[int],
+    call: int,
+    hint: str,
+) -> None:
+    """One row at the end of a segment, which may be all of it; other rows; and what is declared."""
+    story = RoutedRequest(
+        segments=segments, prompt=prompt, changes={**_MODELS["wide"], "provenance": provenance}
+    )
+    rows, other = story.good().copy(), story.returned(call)
+    assert other is not None
+    rows[positions] = other[positions]
+    finding = only_finding(story.judged(rows), "routes.provenance")
+    assert finding.hint.startswith(hint)
+    assert (positions[0], call + 1) == (finding.where["position"], finding.where["version"])
+    last = positions[-1] - prompt
+    sampled = [number for number, part in enumerate(segments) for _ in range(part.tokens)]
+    assert (sampled[last] if last >= 0 else None) == finding.where.get("segment")
 
 
 def test_rows_of_two_wrong_segments_are_one_fault() -> None:
@@ -484,10 +562,10 @@ def test_filler_that_does_not_fit_the_type_is_blamed_on_the_type() -> None:
     changes = {"filler": "minus-one", "dtype": "uint8|int16"}
     story = RoutedRequest(segments=(Segment(3, 1), Segment(2, 1, routes=False)), changes=changes)
     filled = np.concatenate([story.good(), np.full((2, 3, 2), 255, dtype=np.uint8)])
-    assert (
-        only_finding(story.judged(filled), "routes.dtype").title
-        == "filler -1 does not exist in uint8"
-    )
+    finding = only_finding(story.judged(filled), "routes.dtype")
+    assert "filler -1 does not exist in uint8" == finding.title
+    assert "uint8: -1 reads as 255" == finding.observed
+    assert 7 == finding.where["position"]
 
 
 def test_the_order_of_experts_within_a_cell_does_not_count() -> None:

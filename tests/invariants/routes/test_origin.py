@@ -209,15 +209,30 @@ def test_the_first_and_the_last_expert_are_choices(expert: int) -> None:
     assert {"routes.content"} == failing(story.judged(rows))
 
 
+def test_rows_of_a_sample_with_an_offset_are_traced_back() -> None:
+    """Its first row is that of position 4."""
+    story = RoutedRequest()
+    rows = story.good()[4:].copy()
+    rows[1:] = story.good()[4:8]
+    finding = only_finding(story.judged(rows, routes_start=4), "routes.position")
+    assert finding.observed == (
+        "the row at position 5 is that of position 4; so in 4 of 5 rows (positions 5-8)"
+    )
+
+
 @pytest.mark.parametrize("with_truth", [False, True])
 def test_a_row_has_the_version_that_computed_it(with_truth: bool) -> None:
-    """The first row of the later call came out of a cache of version 7; without the truth the
-    version that the engine showed counts.
+    """One row of the later call came out of a cache of version 7; without the truth the version
+    that the engine showed counts.
     """
     story = RoutedRequest(with_truth=with_truth)
-    trace = story.trace(story.returned(1))
+    later, rows = story.returned(1), story.good().copy()
+    assert later is not None
+    rows[2:6] = later[2:6]
+    trace = story.trace(rows)
     if with_truth:
-        spans = (Span(start=0, end=1, version=7), Span(start=1, end=9, version=2))
+        versions = (5, 5, 7, 2, 2, 2, 2, 2, 2)
+        spans = tuple(Span(start=i, end=i + 1, version=v) for i, v in enumerate(versions))
         last = [event for event in trace.events if isinstance(event, Reply)][-1]
         trace = trace.with_events(
             [replace(e, true_rows=spans) if e is last else e for e in trace.events]

@@ -71,7 +71,9 @@ def test_a_wrong_count_is_explained(changes: dict[str, str], delta: int, words: 
     story = RoutedRequest(changes=changes)
     rows = story.good()
     wrong = rows[:delta] if delta < 0 else np.concatenate([rows, rows[-1:].repeat(delta, axis=0)])
-    assert words in only_finding(story.judged(wrong), "routes.rows").observed
+    finding = only_finding(story.judged(wrong), "routes.rows")
+    assert words in finding.observed
+    assert f"too {'few' if delta < 0 else 'many'} route rows" == finding.kind
 
 
 def test_a_row_too_many_is_that_of_the_last_token() -> None:
@@ -307,6 +309,49 @@ def test_missing_routes_say_who_lost_them() -> None:
     assert "no engine call, so it does not show" in only_finding(untold, "routes.presence").observed
 
 
+def test_the_first_call_that_did_not_request_routes_is_named() -> None:
+    """Only if that is the cause."""
+    builder = TraceBuilder(contract()).submit(max_tokens=8)
+    ids: tuple[int, ...] = (1, 2)
+    for number, requested in enumerate((True, False, False)):
+        call = builder.call(ids, want_routes=requested)
+        builder.reply(call, (3 + number,), "abort" if number < 2 else "length")
+        ids += (3 + number,)
+    finding = only_finding(judge(builder.result(ids[2:]).trace(), REGISTRY), "routes.presence")
+    assert {"request": "r0", "call": 2} == finding.where
+    dropped = only_finding(RoutedRequest().judged(None), "routes.presence")
+    assert {"request": "r0"} == dropped.where
+
+
+def test_a_caller_that_requested_no_routes_gets_none() -> None:
+    """The contract allows them, and nobody asked."""
+    builder = TraceBuilder(contract()).submit(want_routes=False)
+    builder.reply(builder.call((1, 2), want_routes=False), (3, 4)).result((3, 4))
+    judged = judge(builder.trace(), REGISTRY)
+    assert set() == failing(judged)
+    assert "requested routes" in judged["routes.presence"].reason
+
+
+@pytest.mark.parametrize(
+    ("segments", "excused"),
+    [
+        ((Segment(3), Segment(2, routes=False)), True),
+        ((Segment(3, routes=False), Segment(2)), False),
+        ((Segment(3), Segment(0, routes=False)), False),
+        ((Segment(3, routes=False), Segment(0)), True),
+    ],
+)
+def test_an_aborted_sample_may_lack_routes_if_its_last_tokens_have_none(
+    segments: tuple[Segment, ...], excused: bool
+) -> None:
+    """A reply without tokens is not the last of them."""
+    story = RoutedRequest(segments=segments, changes={"abort_surfaces": True})
+    judged = story.judged(None, finish_reason=FinishReason.ABORT)
+    assert (set() if excused else {"routes.presence"}) == failing(judged)
+    complete = story.judged(None, finish_reason=FinishReason.LENGTH)
+    assert {"routes.presence"} == failing(complete)
+
+
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.LENGTH])
 def test_an_empty_sample_needs_no_routes(reason: FinishReason) -> None:
     """Nothing was sampled, or the engine returned nothing for an aborted sample: absence is no
@@ -353,6 +398,14 @@ def test_a_wrong_shape_is_explained_by_axis_or_top_k() -> None:
     assert "verl #5037" in axis.hint
     doubled = only_finding(story.judged(story.good().repeat(2, axis=2)), "routes.shape")
     assert "top-k * k" in doubled.hint
+    every = RoutedRequest(changes={"num_layers": 4, "moe_layers": (1, 2, 3), "layer_axis": "moe"})
+    wide = only_finding(every.judged(np.zeros((9, 4, 2), dtype=np.uint8)), "routes.shape")
+    assert "counts all layers" in wide.hint
+    fewer = only_finding(story.judged(story.good()[:, 2:]), "routes.shape")
+    assert (
+        "Read layers and top_k from the model config, never from the size of a buffer."
+        == fewer.hint
+    )
 
 
 def test_an_empty_list_has_too_few_rows_and_no_shape() -> None:
@@ -374,6 +427,8 @@ def test_ids_that_wrapped_are_blamed_on_the_type_alone() -> None:
     assert finding.expected == "a type that holds ids up to 299 (300 experts)"
     assert "ids wrapped in" in finding.observed
     assert "verl #5240" in finding.hint
+    wrong = np.flatnonzero((story.good() > 255).any(axis=(1, 2)))
+    assert {"request": "r0", "position": wrong[0]} == finding.where
 
 
 def test_ids_that_wrapped_on_the_way_through_a_narrow_type_are_found_in_a_wide_one() -> None:
@@ -396,6 +451,25 @@ def test_a_declared_type_that_is_too_narrow_is_found_before_any_id_wraps() -> No
     builder = TraceBuilder(wide.contract)
     small.record_in(builder, small.good())
     assert failing(judge(builder.trace(), REGISTRY)) == {"routes.dtype"}
+
+
+@pytest.mark.parametrize(("experts", "found"), [(256, 0), (257, 1)])
+def test_a_type_must_hold_the_last_expert(experts: int, found: int) -> None:
+    """Ids begin with 0, so that uint8 holds those of 256 experts."""
+    story = RoutedRequest(changes={"num_experts": experts, "top_k": 2, "dtype": "uint8"})
+    rows = RoutedRequest(changes={"num_experts": 200, "top_k": 2, "dtype": "uint8"}).good()
+    builder = TraceBuilder(story.contract)
+    RoutedRequest(changes={"num_experts": 200, "top_k": 2, "dtype": "uint8"}).record_in(
+        builder, rows
+    )
+    result = judge(builder.trace(), REGISTRY)["routes.dtype"]
+    assert found == result.found
+
+
+def test_minus_one_needs_a_signed_type_only_if_there_is_filler() -> None:
+    """Every row was captured."""
+    story = RoutedRequest(changes={"filler": "minus-one", "dtype": "uint8|int16"})
+    assert set() == failing(story.judged(story.good()))
 
 
 def test_another_type_than_declared_is_a_finding() -> None:
