@@ -81,6 +81,8 @@ def adopt(
         else:
             differing = True
             output.lines(_difference(path, existing, text))
+    # Not written anywhere: a changed list of dependencies needs a new lock, which only the
+    # repository's own tools make.
     test = shell_path(Path(next(iter(texts))))
     locked = f", then renew {target.locked}" if target.locked else ""
     output.say(f"  collected   {target.collected}; without rollproof it is skipped there")
@@ -120,6 +122,7 @@ def _about(path: str, repository: Repository) -> str:
 def _difference(path: str, existing: str, text: str) -> Iterator[Line]:
     """Yield the difference between a file and what would be written."""
     yield Style.DOUBT, f"{path} exists, and was not changed: it differs from what would be written"
+    # From the file to what would be written, as a patch to apply.
     lines = difflib.unified_diff(
         existing.splitlines(), text.splitlines(), path, f"{path} (rollproof)", lineterm=""
     )

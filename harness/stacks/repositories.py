@@ -57,6 +57,7 @@ _ALL = (
     Repository(
         stack="verl",
         folders=("tests/workers/rollout",),
+        # CI runs files of other names on runners with GPUs.
         file="test_rollproof_on_cpu.py",
         collected="cpu_unit_tests.yml collects every *_on_cpu.py",
         dependency="the extras test and cpu of pyproject.toml",
@@ -84,6 +85,7 @@ _ALL = (
     ),
     Repository(
         stack="slime",
+        # The folder of tests that need neither a GPU nor an engine.
         folders=("tests/plugin_contracts",),
         collected="the label run-ci-changed runs it; the CPU matrix of pr-test.yml.j2 is Python"
         " 3.10, so do not list it there",
@@ -117,6 +119,7 @@ _ALL = (
     ),
     Repository(
         stack="trl",
+        # Its configuration keeps this folder out of all other runs of pytest.
         folders=("tests/experimental",),
         file="test_async_grpo_rollproof.py",
         collected="`make test_experimental` in tests-experimental.yml collects tests/experimental",
@@ -127,6 +130,7 @@ _ALL = (
     ),
     Repository(
         stack="areal",
+        # The tests moved with the package after 1.0.4.
         folders=("tests/v2/inference_service", "tests/experimental/inference_service"),
         collected="test-areal.yml collects the folder when a pull request is labelled",
         dependency="the dependency group dev of pyproject.toml and pyproject.vllm.toml",
@@ -166,6 +170,7 @@ def repository_named(name: str) -> Repository:
     """
     if name in REPOSITORIES:
         return REPOSITORIES[name]
+    # names have hyphens, packages underscores: both are typed
     near = difflib.get_close_matches(name.lower().replace("_", "-"), REPOSITORIES, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     if name in STACKS:

@@ -125,6 +125,7 @@ def repository_files(repository: Repository, release: Release, checkout: Path) -
 
 def requirement(repository: Repository) -> str:
     """Return the requirement of rollproof as the repository's dependencies write it."""
+    # A development version asks for the release that it becomes.
     version = metadata.version("rollproof").partition(".dev")[0]
     marker = "; python_version >= '3.11'" if repository.old_python else ""
     return f"rollproof>={version}{marker}"
@@ -166,6 +167,7 @@ def _expected_text(matrix: Matrix) -> str:
         " docs/options.md of rollproof has the format."
     )
     blocks = [head]
+    # An entry of the matrix becomes several here: its script is named at the first.
     previous: Entry | None = None
     for entry, expectation in expectations(matrix):
         script = f"# docs/track_record/{entry.script} of rollproof shows it by hand.\n"
@@ -196,6 +198,7 @@ def _test_text(repository: Repository, path: PurePosixPath, licence: str) -> str
 
 def _tests(repository: Repository) -> Iterator[str]:
     """Yield a function for each part."""
+    # Not one parametrised function: a maintainer can delete or mark a part.
     kinds = {
         "rollouts": repository.parts,
         "batches": repository.batches,
@@ -212,6 +215,7 @@ def _licence(folder: Path) -> str:
     """Return the comment with the licence at the head of another test of the folder, which CI
     demands of every file, or nothing.
     """
+    # From the checkout and not from here: the year and the owner are the repository's.
     for file in sorted(folder.glob("test_*.py")):
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
         end = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))

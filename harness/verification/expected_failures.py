@@ -242,8 +242,10 @@ class ExpectedFailures:
         ways: dict[str, tuple[KnownFailure, ...]] = {}
         for entry in self.covering(subject):
             if entry.shows:
-                known = KnownFailure(reason=entry.explanation, kinds=entry.shows, after=entry.after)
-                ways[entry.check] = (*ways.get(entry.check, ()), known)
+                failure = KnownFailure(
+                    reason=entry.explanation, kinds=entry.shows, after=entry.after
+                )
+                ways[entry.check] = (*ways.get(entry.check, ()), failure)
         return ways
 
     def stale(self, outcome: Outcome) -> list[str]:
@@ -369,8 +371,9 @@ def _twice(entry: Expectation, other: Expectation) -> bool:
         other.covers(entry.subject or "") or entry.subject is None
     ):
         return False
-    told_apart = entry.explanation != other.explanation
-    return not (entry.shows and other.shows and told_apart)
+    # What a check shows of its entries is reported by their explanations.
+    distinct = entry.explanation != other.explanation
+    return not (entry.shows and other.shows and distinct)
 
 
 def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None, list[str]]:

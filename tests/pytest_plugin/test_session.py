@@ -85,7 +85,7 @@ def test_a_suite_may_name_its_own_file_of_expected_failures(fake_runs: pytest.Py
 
 
 @pytest.mark.parametrize(
-    ("entries", "verdict", "told"),
+    ("entries", "verdict", "words"),
     [
         (_entry("stitch.a"), "pass", "an expected failure (known), but its verdict is pass"),
         (
@@ -104,7 +104,7 @@ def test_a_suite_may_name_its_own_file_of_expected_failures(fake_runs: pytest.Py
     ids=("repaired", "decided", "another-kind", "one-of-two-repaired"),
 )
 def test_news_about_a_listed_check_fails(
-    fake_runs: pytest.Pytester, entries: str, verdict: str, told: str
+    fake_runs: pytest.Pytester, entries: str, verdict: str, words: str
 ) -> None:
     """A repaired fault, a check that is decided now, and a fault of another kind: each is an item
     that fails and says so.
@@ -113,7 +113,7 @@ def test_news_about_a_listed_check_fails(
     result = fake_runs.runpytest_inprocess()
 
     result.assert_outcomes(passed=3, failed=1)
-    assert told in str(result.stdout)
+    assert words in str(result.stdout)
 
 
 def test_the_option_rewrites_the_file_that_a_suite_names(fake_runs: pytest.Pytester) -> None:
