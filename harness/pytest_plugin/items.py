@@ -81,7 +81,7 @@ def run_item(item: pytest.Function, state: State) -> None:
     report = _report(state, suite, item)
     check_id = item.funcargs["check"]
     result = next(result for result in report.results if result.id == check_id)
-    listed = _listed(state, suite, check_id)
+    listed = _listed(state, suite, result.id)
     # For JUnit files, and for the plugin, which lists an unknown verdict as UNKNOWN. An item may
     # run again (pytest-rerunfailures).
     others = [pair for pair in item.user_properties if not pair[0].startswith("rollproof_")]

@@ -416,9 +416,9 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
         near = difflib.get_close_matches(table["check"], registry.ids, n=2)
         advice = f"did you mean {' or '.join(near)}?" if near else "`rollproof checks` lists all."
         return None, [f"no check has this id: {advice}"]
-    lists = {key: tuple(table.get(key, ())) for key in ("shows", "after")}
-    others = {key: value for key, value in table.items() if key not in (*lists, "verdict")}
-    entry = Expectation(**others, **lists, undecided=table.get("verdict") == "unknown")
+    fields: dict[str, Any] = {key: value for key, value in table.items() if key != "verdict"}
+    fields |= {key: tuple(table.get(key, ())) for key in ("shows", "after")}
+    entry = Expectation(**fields, undecided=table.get("verdict") == "unknown")
     if entry.expires is not None and entry.expires <= today:
         problem = f"expired on {entry.expires}: fix the fault, or set a later date."
         return None, [f"{problem} Its reason: {entry.explanation}"]
