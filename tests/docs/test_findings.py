@@ -65,14 +65,14 @@ class Finding:
         """The Python program."""
         ((language, text),) = _FENCE.findall(self.sections["Script"])
         assert "python" == language
-        return text
+        return str(text)
 
     @property
     def printed(self) -> str:
         """What the program prints."""
         ((language, text),) = _FENCE.findall(self.sections["Observed"])
         assert "text" == language
-        return text
+        return str(text)
 
     @property
     def places(self) -> list[tuple[str, int, str]]:
