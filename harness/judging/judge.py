@@ -53,6 +53,7 @@ from rollproof.judging.prefill_calls import add_internal_prefills, set_aside_pre
 from rollproof.judging.races import set_aside_losers
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
+from rollproof.judging.stale_samples import set_aside_stale
 from rollproof.judging.stop_cuts import cut_at_stops, cut_turns
 from rollproof.judging.turn_samples import take_turn
 
@@ -450,6 +451,7 @@ class Judge:
         # While the request was open, neighbours may have computed values from an incomplete view.
         view.settle()
         cut_turns(view)
+        set_aside_stale(view)
         # before races: whose calls are alike is known only without these
         take_turn(view)
         set_aside_prefills(view)

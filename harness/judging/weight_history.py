@@ -29,16 +29,22 @@ def key(label: Version) -> Key:
     return label
 
 
+def _index(event: Update | Weights) -> int:
+    return event.index
+
+
 @dataclass(slots=True)
 class WeightHistory:
     """Weight updates so far, per server and in order, and the labels that were published.
 
     ended: The updates that the stack was asked for and that ended without an error, in order, each
         with the index of the event that asked for it.
+    requested: The updates that the stack was asked for, in order.
     """
 
     updates: list[Weights] = field(default_factory=list)
     ended: list[tuple[int, Update]] = field(default_factory=list)
+    requested: list[Update] = field(default_factory=list)
     _begun: dict[tuple[Version, Version], int] = field(default_factory=dict)
     _open: dict[Key, Version] = field(default_factory=dict)
     _last: tuple[Key, Version] | None = None
@@ -103,6 +109,7 @@ class WeightHistory:
         """Take in that an update was asked for, or has ended: its label is that of its weights."""
         name = update.version, update.label
         if update.phase is UpdatePhase.ASKED:
+            self.requested.append(update)
             self._begun[name] = update.index
         elif update.phase is UpdatePhase.ENDED and name in self._begun:
             self.ended.append((self._begun.pop(name), update))
@@ -155,6 +162,19 @@ class WeightHistory:
     def rank_of(self, label: Version) -> int | None:
         """Return how many labels were published before ``label`` first was, or ``None``."""
         return self._updated()._first_published.get(label)
+
+    def named_before(self, moment: int) -> Sequence[tuple[Version, Version]]:
+        """Return the weights that were published or requested under a label before the event
+        ``moment``, each with that label, in order and each pair once.
+        """
+        events = sorted([*self.updates, *self.requested], key=_index)
+        return tuple(
+            dict.fromkeys(
+                (event.version, event.label)
+                for event in events
+                if event.index < moment and event.label is not None
+            )
+        )
 
     def unlabelled(self) -> frozenset[Version]:
         """Return the versions that were loaded without a label (an update with ``None``)."""

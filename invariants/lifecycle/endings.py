@@ -33,6 +33,7 @@ from rollproof.invariants._shared.phrases import count
 from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
+from rollproof.judging.stale_samples import is_too_old
 from rollproof.judging.stitching import stitch
 
 if TYPE_CHECKING:
@@ -575,7 +576,7 @@ lifecycle_survives_death: Check = trace_check(
     "lifecycle.drops-only-as-declared",
     promise=(
         "A sample is dropped only if it was aborted, partial rollout is off and the contract says"
-        " that such samples are dropped."
+        " that such samples are dropped, or if it is older than max_staleness allows."
     ),
     needs="Result events",
     exercised_by="requests that ended",
@@ -588,6 +589,9 @@ def lifecycle_drops_only_as_declared(view: RequestView, out: Collector) -> None:
     out.exercised("requests that ended")
     # Errors and hangs are reported by other checks of the family.
     if result.rollout is not None or result.error is not None or result.hung:
+        return
+    # delivered, it would break the bound (weights.staleness-bound)
+    if is_too_old(view, view.attempts, result.index):
         return
     last = view.segments[-1].consumed if view.segments else None
     reason = None

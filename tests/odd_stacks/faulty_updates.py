@@ -96,3 +96,37 @@ class RetryLeftBehind(Control):
     async def again(self, version):
         await asyncio.sleep(3)
         await super().update_weights(version)
+
+
+class OneUpdateDrops(Control):
+    """max_staleness=1 is promised, and a sample is dropped as too old after a single update."""
+
+    contract = promise(versions="token", max_staleness=1)
+    updates = 0
+
+    async def update_weights(self, version):
+        self.updates += 1
+        await super().update_weights(version)
+
+    async def rollout(self, request):
+        before = self.updates
+        sample = await super().rollout(request)
+        return sample if self.updates == before else None
+
+
+class OneUpdateSamplesAnew(Control):
+    """max_staleness=1 is promised, and a prompt is sampled again after a single update."""
+
+    contract = promise(versions="token", max_staleness=1)
+    updates = 0
+
+    async def update_weights(self, version):
+        self.updates += 1
+        await super().update_weights(version)
+
+    async def rollout(self, request):
+        before = None
+        while before != self.updates:
+            before = self.updates
+            sample = await super().rollout(request)
+        return sample

@@ -6,6 +6,7 @@ import asyncio
 
 from rollproof.fakes.engine.exceptions import TransferFailed
 from tests.odd_stacks.bases.control import Control
+from tests.odd_stacks.bases.thin import promise
 
 
 class RollingUpdate(Control):
@@ -165,3 +166,37 @@ class UpdateRetriedEverywhere(Control):
                 await asyncio.sleep(2)
             else:
                 return
+
+
+class TooOldIsDropped(Control):
+    """A bound on staleness that a rollout is held to when its last call has ended: by the label
+    that the trainer published last, and the oldest one of its tokens. A sample that came to be too
+    old is dropped.
+    """
+
+    contract = promise(versions="token", max_staleness=1)
+
+    def prepare(self):
+        super().prepare()
+        self.newest = self.fleet.case.first_version
+
+    async def update_weights(self, version):
+        if version is not None:
+            self.newest = max(self.newest, version)
+        await super().update_weights(version)
+
+    async def rollout(self, request):
+        sample = await super().rollout(request)
+        tags = [tag for tag in sample["token_versions"] if tag is not None]
+        too_old = self.newest - min(tags, default=self.newest) > 1
+        return await self.instead(request) if too_old else sample
+
+    async def instead(self, request):
+        return None
+
+
+class TooOldIsSampledAnew(TooOldIsDropped):
+    """Its prompt is sampled again."""
+
+    async def instead(self, request):
+        return await self.rollout(request)

@@ -53,6 +53,8 @@ ROLLOUTS = {
     faulty_updates.OnlyTheFirstIsPaused: ("weights.no-stale-cache", "slow updates"),
     faulty_updates.UnlabelledTwiceIsOnce: ("weights.update-loads", "unlabelled updates"),
     faulty_updates.RetryLeftBehind: ("weights.one-load-per-version", "many requests"),
+    faulty_updates.OneUpdateDrops: ("lifecycle.drops-only-as-declared", "slow updates"),
+    faulty_updates.OneUpdateSamplesAnew: ("stitch.resume-prompt", "slow updates"),
     faulty_updates.StaleWhenDelivered: ("weights.staleness-bound", "slow updates"),
     faulty_samples.EndsStripped: ("stitch.tokens", "end token inside"),
     faulty_samples.BoundaryRowAgain: ("routes.provenance", "a later first version"),
