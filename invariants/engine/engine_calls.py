@@ -80,10 +80,11 @@ class EngineAnswers(_Calls):
         if room is None:
             # Not every engine uses the last positions of the context.
             room = self.terms.max_length - 1 - len(call.prompt_ids)
-        if sampled < min(room, room if call.max_tokens is None else call.max_tokens):
+        length = room if call.max_tokens is None else min(room, call.max_tokens)
+        if sampled < length:
             out.finding(
                 "a call ended by length before it had the length",
-                expected=f"{call.max_tokens} tokens, or another finish reason",
+                expected=f"{length} tokens, or another finish reason",
                 observed=(
                     f"{sampled} tokens after a prompt of {len(call.prompt_ids)}; the engine"
                     f" takes {self.terms.max_length} in total"

@@ -138,12 +138,11 @@ def _fault_of_filler(record: LayoutCall, row: IntArray) -> str:
         return ""
     if layout.fill is Fill.SENTINEL and (ids == -1).all():
         return ""
-    if (ids < 0).any() or (ids >= layout.num_experts).any():
-        return f"ids {ids[0].tolist()} for {layout.num_experts} experts"
-    repeated = (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any(axis=-1)
-    if not repeated.any():
-        return ""
-    return f"experts {ids[int(np.flatnonzero(repeated)[0])].tolist()}, which are not distinct"
+    outside = ids[((ids < 0) | (ids >= layout.num_experts)).any(axis=1)]
+    if len(outside):
+        return f"ids {outside[0].tolist()} for {layout.num_experts} experts"
+    repeated = ids[(np.diff(np.sort(ids, axis=1), axis=1) == 0).any(axis=1)]
+    return f"experts {repeated[0].tolist()}, which are not distinct" if len(repeated) else ""
 
 
 def _describe_row(record: LayoutCall, row: IntArray) -> str:
@@ -371,9 +370,7 @@ def layout_alignment(record: LayoutCall, out: Collector) -> None:
         rule = f"{call.lengths[0]} rows padded to a multiple of {mesh.ulysses}"
     else:
         cumulative = layout.cumulative(call.lengths)
-        # The function returns the rows of one context-parallel rank.
-        share_of = mesh.cp if record.event.function == "context" else 1
-        expected = int(cumulative[-1]) // share_of
+        expected = int(cumulative[-1]) // _ranks(record)
         rule = (
             f"sequences padded to multiples of {layout.alignment.multiple(mesh)} (cumulative"
             f" lengths {cumulative.tolist()})"
@@ -407,10 +404,14 @@ def layout_alignment(record: LayoutCall, out: Collector) -> None:
         )
 
 
+def _ranks(record: LayoutCall) -> int:
+    """Return over how many ranks the rows that the function returns are divided."""
+    return record.layout.mesh.cp if record.event.function == "context" else 1
+
+
 def _multiple(record: LayoutCall, rows: int) -> str:
     """Return which other multiple would give this number of rows, in words."""
     mesh = record.layout.mesh
-    parts = mesh.cp if record.event.function == "context" else 1
     choices = {
         "1": 1,
         "tp": mesh.tp,
@@ -420,7 +421,8 @@ def _multiple(record: LayoutCall, rows: int) -> str:
         "dp": mesh.dp,
     }
     for name, multiple in choices.items():
-        if rows * parts == sum(-(-length // multiple) * multiple for length in record.call.lengths):
+        total = sum(-(-length // multiple) * multiple for length in record.call.lengths)
+        if rows * _ranks(record) == total:
             return f", as multiples of {name} = {multiple} give"
     return ""
 
