@@ -21,7 +21,13 @@ from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import share
 from rollproof.judging.checks import Check, Collector, trace_check
 
-__all__ = ["CorrectedBatch", "compare_weights", "correction_check", "has_weights"]
+__all__ = [
+    "CorrectedBatch",
+    "compare_weights",
+    "correction_check",
+    "first_place",
+    "has_weights",
+]
 
 _MOST_SHARED = 8
 """Results that the checks of a trace share: each reads an event before the next event comes."""
@@ -85,20 +91,26 @@ class CorrectedBatch:
             return np.zeros_like(found)
         return found
 
-    def place(self, place: Any = None, **more: Scalar) -> dict[str, Scalar]:
+    def place(self, at: tuple[int, int] | None = None, **more: Scalar) -> dict[str, Scalar]:
         """Return the place of a finding: the case, the sequence and the token."""
         found: dict[str, Scalar] = {"case": self.event.name}
-        if place is not None:
-            found |= {"sequence": int(place[0]), "token": int(place[1])}
+        if at is not None:
+            found["sequence"], found["token"] = at
         return {**found, **more}
 
-    def inputs_at(self, place: Any) -> str:
+    def inputs_at(self, at: tuple[int, int]) -> str:
         """Describe the logprobs of a token."""
-        event, at = self.event, (int(place[0]), int(place[1]))
+        event = self.event
         return (
             f"rollout {event.rollout[at]:.6g}, old {event.old[at]:.6g}, current"
             f" {event.current[at]:.6g}"
         )
+
+
+def first_place(chosen: BoolArray) -> tuple[int, int]:
+    """Return the sequence and the token of the first of some places."""
+    sequence, token = np.argwhere(chosen)[0]
+    return int(sequence), int(token)
 
 
 def compare_weights(
@@ -133,8 +145,7 @@ def compare_weights(
         wrong = chosen & (off > np.maximum(expected.error, ROUGH * expected.value))
     if not wrong.any():
         return
-    first = np.argwhere(wrong)[0]
-    at = (int(first[0]), int(first[1]))
+    at = first_place(wrong)
     more = "" if explain is None else explain(at)
     slack = max(expected.error[at], ROUGH * expected.value[at])
     out.finding(

@@ -22,6 +22,7 @@ from rollproof.invariants.correction.corrected_batch import (
     CorrectedBatch,
     compare_weights,
     correction_check,
+    first_place,
     has_weights,
 )
 from rollproof.judging.checks import Collector
@@ -109,8 +110,7 @@ def correction_precision(batch: CorrectedBatch, out: Collector) -> None:
     wrong = chosen & (off > expected.error)
     if not wrong.any():
         return
-    first = np.argwhere(wrong)[0]
-    at = (int(first[0]), int(first[1]))
+    at = first_place(wrong)
     kind = batch.terms.computes_in
     out.finding(
         "a weight is less exact than the declared type",
@@ -142,18 +142,17 @@ def correction_precision(batch: CorrectedBatch, out: Collector) -> None:
 )
 def correction_direction(batch: CorrectedBatch, out: Collector) -> None:
     """Look for the ratio of another pair, or the inverse."""
-    expected, trained = batch.expected, batch.expected.trained
-    chosen = trained & batch.decided
-    out.exercised("weights of tokens with three different logprobs", int(chosen.sum()))
+    expected = batch.expected
+    out.exercised("weights of tokens with three different logprobs", int(batch.decided.sum()))
     # a pair is recognised by all weights together: one that is in doubt spoils it
-    if not chosen.all() or _agree(batch, batch.weights, expected.weights.value):
+    if not batch.decided.all() or _agree(batch, batch.weights, expected.weights.value):
         return
     logs = {name: getattr(batch.event, name) for name in _POLICIES}
     declared = _pair_names(batch.terms.pair)
     for first, second in permutations(_POLICIES, 2):
         if (first, second) == declared:
             continue
-        ratio = np.exp(np.where(trained, logs[first] - logs[second], 0.0))
+        ratio = np.exp(logs[first] - logs[second])
         if _agree(batch, batch.weights, ratio):
             inverse = (second, first) == declared
             out.finding(
@@ -264,8 +263,7 @@ def correction_identity(batch: CorrectedBatch, out: Collector) -> None:
             # negated, so that NaN is wrong, too
             wrong = trained & ~(np.abs(event.weights - exact.value) <= slack)
         if wrong.any():
-            first = np.argwhere(wrong)[0]
-            at = (int(first[0]), int(first[1]))
+            at = first_place(wrong)
             out.finding(
                 "a weight of equal logprobs is not 1",
                 expected=f"{exact.value[at]:.6g} ({batch.inputs_at(at)})",
@@ -283,7 +281,7 @@ def correction_identity(batch: CorrectedBatch, out: Collector) -> None:
     if event.kept is not None:
         lost = trained & ~expected.rejected & (event.kept == 0)
         if lost.any():
-            at = tuple(np.argwhere(lost)[0])
+            at = first_place(lost)
             out.finding(
                 "a token on which all policies agree is rejected",
                 expected="no rejection: every ratio is 1",
@@ -317,8 +315,7 @@ def correction_missing(batch: CorrectedBatch, out: Collector) -> None:
         lost = batch.expected.trained & ~np.isfinite(batch.weights)
     out.exercised("tokens without a rollout logprob", int(absent.sum()))
     if lost.any():
-        first = np.argwhere(lost)[0]
-        at = (int(first[0]), int(first[1]))
+        at = first_place(lost)
         out.finding(
             "a missing logprob makes weights that are no numbers",
             expected=f"{batch.expected.weights.value[at]:.6g}",
@@ -364,8 +361,7 @@ def correction_finite(batch: CorrectedBatch, out: Collector) -> None:
         must = batch.decided | (~trained & (batch.terms.masked is not MaskedWeights.ANY))
         wrong = must & ~np.isfinite(event.weights)
         if wrong.any():
-            first = np.argwhere(wrong)[0]
-            at = (int(first[0]), int(first[1]))
+            at = first_place(wrong)
             own = "trained" if trained[at] else "masked"
             out.finding(
                 f"the weight of a {own} token is no finite number",
@@ -382,7 +378,7 @@ def correction_finite(batch: CorrectedBatch, out: Collector) -> None:
                 ),
             )
     if event.kept is not None and not np.isfinite(event.kept).all():
-        at = tuple(np.argwhere(~np.isfinite(event.kept))[0])
+        at = first_place(~np.isfinite(event.kept))
         out.finding(
             "the mask is no finite number",
             expected="0 or 1",

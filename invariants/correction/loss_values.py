@@ -13,6 +13,7 @@ from rollproof.invariants._shared.phrases import share
 from rollproof.invariants.correction.corrected_batch import (
     CorrectedBatch,
     correction_check,
+    first_place,
     has_weights,
 )
 from rollproof.judging.checks import Collector
@@ -43,7 +44,7 @@ def correction_detached(batch: CorrectedBatch, out: Collector) -> None:
             # without a tolerance: a detached tensor has a gradient of exactly 0
             wrong = gradient != 0
             if wrong.any():
-                at = tuple(np.argwhere(wrong)[0])
+                at = first_place(wrong)
                 out.finding(
                     "a gradient flows through weights that are declared as detached",
                     expected=f"no gradient to the {name} logprobs: gradient='none'",
@@ -69,8 +70,7 @@ def correction_detached(batch: CorrectedBatch, out: Collector) -> None:
         wrong = ~(np.abs(gradient - exact) <= error + batch.expected.limits.smallest)
     wrong &= batch.expected.trained
     if wrong.any():
-        first = np.argwhere(wrong)[0]
-        at = (int(first[0]), int(first[1]))
+        at = first_place(wrong)
         clamped = bool(batch.expected.outside[0][at] or batch.expected.outside[1][at])
         out.finding(
             (
@@ -167,8 +167,7 @@ def correction_gradient(batch: CorrectedBatch, out: Collector) -> None:
         wrong = ~(np.abs(seen / factor - exact.value) <= exact.error)
     if not wrong.any():
         return
-    first = np.argwhere(wrong)[0]
-    at = (int(first[0]), int(first[1]))
+    at = first_place(wrong)
     out.finding(
         "the gradient of the loss is another one",
         expected=f"{exact.value[at]:.6g}, within {exact.error[at]:.2g} ({batch.inputs_at(at)})",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from rollproof.core.contract import Contract
 from rollproof.core.correction_terms import Pair
 from rollproof.core.events.corrections import Purpose
@@ -14,6 +12,7 @@ from rollproof.invariants.correction.corrected_batch import (
     CorrectedBatch,
     compare_weights,
     correction_check,
+    first_place,
 )
 from rollproof.judging.checks import Collector
 
@@ -67,8 +66,7 @@ def compare_kept(
         ):
             if not wrong.any():
                 continue
-            first = np.argwhere(wrong)[0]
-            at = (int(first[0]), int(first[1]))
+            at = first_place(wrong)
             log = expected.log_ratio.value
             out.finding(
                 title,

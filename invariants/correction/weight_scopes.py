@@ -14,6 +14,7 @@ from rollproof.invariants.correction.corrected_batch import (
     CorrectedBatch,
     compare_weights,
     correction_check,
+    first_place,
     has_weights,
 )
 from rollproof.judging.checks import Applies, Collector
@@ -94,7 +95,7 @@ def correction_padding(batch: CorrectedBatch, out: Collector) -> None:
         )
         hidden = ~expected.trained & (event.weights != 0)
         if batch.terms.masked is MaskedWeights.ZERO and hidden.any():
-            at = tuple(np.argwhere(hidden)[0])
+            at = first_place(hidden)
             out.finding(
                 "the weight of a masked token is not 0",
                 expected="0: the contract declares masked='zero'",
@@ -110,7 +111,7 @@ def correction_padding(batch: CorrectedBatch, out: Collector) -> None:
     with np.errstate(invalid="ignore"):
         wrong = sure & ((event.kept != 0) != expected.kept)
     if wrong.any():
-        at = tuple(np.argwhere(wrong)[0])
+        at = first_place(wrong)
         trained = bool(expected.trained[at])
         out.finding(
             (
