@@ -127,3 +127,37 @@ def test_filled_logprobs_are_harmless_where_they_are_masked(masks: bool) -> None
     assert {"malformed samples": 1} == dict(result.exercised)
     observed = [] if masks else ["0 is the value of 1 logprob that no engine returned"]
     assert observed == [finding.observed for finding in result.findings]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "masked", "found"),
+    [
+        (None, 1, False),
+        ((-1.0, np.nan), 1, False),
+        ((np.nan, -1.0), 0, False),
+        ((np.nan, np.nan), 1, False),
+        ((np.nan, -1.0), 1, True),
+        ((-1.0, np.nan), 0, True),
+        ((-1.0, -2.0), 1, True),
+    ],
+)
+def test_a_token_without_a_logprob_may_be_masked(
+    logprobs: tuple[float, float] | None, masked: int, found: bool
+) -> None:
+    """It has no importance ratio; one that has a logprob counts."""
+
+    class Masking(Padder):
+        def row(self, sample: Rollout) -> BatchRow:
+            row = super().row(sample)
+            assert row.loss_mask is not None
+            mask = row.loss_mask.copy()
+            mask[self.prompt_width + masked] = 0
+            return replace(row, loss_mask=mask)
+
+    values = None if logprobs is None else np.array(logprobs)
+    case = BatchCase(name="one sample", samples=(replace(_sample(5), logprobs=values),))
+    result = _result("batch.loss-mask", Masking, case)
+    assert found is bool(result.found), result
+    for finding in result.findings:
+        assert "the loss leaves out trained tokens" == finding.title
+        assert 3 + masked == finding.where["position"]

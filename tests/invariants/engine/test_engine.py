@@ -166,6 +166,67 @@ def test_order_is_not_judged_where_scores_are_close(plain: Trace) -> None:
     assert Verdict.PASS is _judged(_changed(wrong, close), "engine.order").verdict
 
 
+@pytest.mark.parametrize("second", ["turned", "other experts", "elsewhere"])
+def test_a_row_of_another_version_is_in_that_versions_order(plain: Trace, second: str) -> None:
+    """If that version chooses the same experts for the row, whatever it chooses for others."""
+    call = _call_with_rows(plain)
+    events: list[Event] = []
+    for event in plain.events:
+        if isinstance(event, Reply) and event.call_id == call:
+            assert event.output.routes is not None
+            routes = event.output.routes.copy()
+            routes[2, 3] = routes[2, 3][::-1]
+            events.append(replace(event, output=replace(event.output, routes=routes)))
+            continue
+        events.append(event)
+        if isinstance(event, Reference) and event.call_id == call:
+            routes = event.routes.copy()
+            routes[2, 3] = routes[2, 3][::-1]
+            if second != "turned":
+                row = 2 if second == "other experts" else 1
+                free = sorted(set(range(8)) - set(routes[row, 3].tolist()))
+                routes[row, 3, -1] = free[0]
+            events.append(replace(event, version="other", routes=routes))
+    result = _judged(plain.with_events(events), "engine.order")
+    if second != "other experts":
+        assert Verdict.PASS is result.verdict, result
+        return
+    (finding,) = result.findings
+    assert "the chosen experts are not in the order of their scores" == finding.title
+    assert (call, 2, 3) == tuple(finding.where[name] for name in ("call", "position", "layer"))
+    assert "other" != finding.where["version"]
+    assert "; so in 1 of " in finding.observed
+
+
+@pytest.mark.parametrize(
+    ("updates", "outlived"),
+    [
+        ((), False),
+        (("loaded",), True),
+        (("failed",), False),
+        (("identity", "failed"), False),
+        (("identity", "loaded"), True),
+    ],
+)
+def test_kept_kv_outlives_an_update_to_other_weights(
+    plain: Trace, updates: tuple[str, ...], outlived: bool
+) -> None:
+    """Not the load at the start, nor one of equal weights or of none; and only if KV is kept."""
+    assert plain.header.engine is not None
+    load = next(event for event in plain.events if isinstance(event, Weights))
+    later = [
+        replace(load, loaded=update != "failed", identity=update == "identity")
+        for update in updates
+    ]
+    events = [event for event in plain.events if not isinstance(event, Weights)]
+    trace = plain.with_events([load, *later, *events])
+    for policy in KvPolicy:
+        engine = replace(plain.header.engine, kv_policy=policy)
+        keeping = replace(trace, header=replace(trace.header, engine=engine))
+        expected = Verdict.UNKNOWN if outlived and policy is KvPolicy.KEEP else Verdict.PASS
+        assert expected is _judged(keeping, "engine.logprobs").verdict
+
+
 def test_values_over_kept_kv_are_nobodys() -> None:
     """Where KV of old weights is kept by declaration, no weights explain what follows, and nothing
     is compared.

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from rollproof.core.contract import Rows
+from rollproof.core.events.layouts import Laid
 from rollproof.judging.checks import Verdict
-from rollproof.layouts import Fill, Side
+from rollproof.layouts import Alignment, Fill, Mesh, Side
 from tests.support.layout_script import (
     LAYOUT,
     Arrays,
@@ -297,3 +298,86 @@ def test_rows_that_are_lost_must_be_marked(
     assert [observed] * bool(observed) == [
         finding.observed[: len(observed)] for finding in result.findings
     ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        ({0: [-1, 2]}, "ids [-1, 2] for 64 experts"),
+        ({2: [-1, 2], 3: [7, 64]}, "ids [-1, 2] for 64 experts"),
+        ({3: [64, 2]}, "ids [64, 2] for 64 experts"),
+        ({1: [5, 5]}, "experts [5, 5], which are not distinct"),
+        ({2: [6, 6], 3: [7, 7]}, "experts [6, 6], which are not distinct"),
+        ({0: [6, 6], 3: [-2, 7]}, "ids [-2, 7] for 64 experts"),
+    ],
+)
+def test_the_layer_at_which_filler_is_wrong_is_shown(
+    columns: dict[int, list[int]], fault: str
+) -> None:
+    """The first of them, although the ids of other layers are right."""
+    ids = np.array([[0, 1]] * LAYOUT.columns)
+    for column, wrong in columns.items():
+        ids[column] = wrong
+    event = laid("complete", FOUR, with_row(3, ids))
+    assert (_FILLER, _FREE, f"position 3: {fault}") == told("layout.final-row", event)
+
+
+_DIVIDED = replace(LAYOUT, mesh=Mesh(tp=4, cp=3, dp=7), alignment=Alignment(by=("tp", "2cp")))
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "named"),
+    [
+        ("pack", 11, "1 = 1"),
+        ("pack", 12, "tp = 4"),
+        ("pack", 15, "cp = 3"),
+        ("pack", 18, "2 * cp = 6"),
+        ("pack", 24, "tp * cp = 12"),
+        ("pack", 14, "dp = 7"),
+        ("pack", 13, ""),
+        ("context", 4, "tp = 4"),
+        ("context", 5, "cp = 3"),
+        ("context", 6, "2 * cp = 6"),
+        ("context", 8, "tp * cp = 12"),
+        ("context", 15, ""),
+    ],
+)
+def test_the_multiple_that_gives_another_number_of_rows_is_named(
+    function: str, rows: int, named: str
+) -> None:
+    """Of samples of 4 and 7 tokens, padded to 24 each; a rank of three has a third of the rows."""
+    made = call(4, 7, layout=_DIVIDED)
+    expected = {"pack": 48, "context": 16}[function]
+    assert {"lengths compared": 1} == counted("layout.alignment", laid(function, made))
+    title, rule, observed = told(
+        "layout.alignment", laid(function, made, lambda out: (out[0][:rows], *out[1:]))
+    )
+    assert "rows and tokens differ in number" == title
+    assert (
+        f"{expected} rows: sequences padded to multiples of 24 (cumulative lengths [0, 24, 48])"
+        == rule
+    )
+    words = f", as multiples of {named} give" if named else ""
+    assert f"{rows} rows{words}" == observed
+
+
+def _targets(side: Side) -> Laid:
+    """The targets of each router for a padded batch."""
+    made = _SIDES[side]
+    rows = laid("pad", made).out[0]
+    # the routers of Megatron see the batch position by position
+    rows = rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
+    layers = np.array(LAYOUT.moe_layers)
+    return laid("targets", made, lambda _: (layers, *(rows[:, layer] for layer in layers)))
+
+
+@pytest.mark.parametrize(("side", "other"), [(Side.LEFT, Side.RIGHT), (Side.RIGHT, Side.LEFT)])
+def test_targets_of_a_batch_padded_on_the_other_side_are_named(side: Side, other: Side) -> None:
+    """A router gets the rows of the places on that side."""
+    counted("layout.targets", _targets(side))
+    moved = replace(_targets(side), out=_targets(other).out)
+    finding = verdict("layout.targets", moved).findings[0]
+    assert "a router is given another row's or layer's choice" == finding.title
+    assert finding.observed.endswith(
+        f": this is padding on the {other}, where padding on the {side} is declared"
+    ), finding.observed
