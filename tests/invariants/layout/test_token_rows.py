@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from rollproof.core.contract import Rows
 from rollproof.core.events.layouts import Laid
 from rollproof.judging.checks import Verdict
-from rollproof.layouts import Alignment, Fill, Mesh, Side
+from rollproof.layouts import Alignment, Fill, Mesh, Order, Side
 from tests.support.layout_script import (
     LAYOUT,
     Arrays,
@@ -361,23 +363,39 @@ def test_the_multiple_that_gives_another_number_of_rows_is_named(
     assert f"{rows} rows{words}" == observed
 
 
-def _targets(side: Side) -> Laid:
+def _targets(side: Side, order: Order = Order.SEQUENCE_MAJOR) -> Laid:
     """The targets of each router for a padded batch."""
-    made = _SIDES[side]
+    layout = replace(LAYOUT, packed=False, side=side, order=order)
+    made = call(3, 3, 5, prompts=(2, 1, 1), layout=layout)
     rows = laid("pad", made).out[0]
-    # the routers of Megatron see the batch position by position
-    rows = rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
+    if order is Order.SEQUENCE_MAJOR:
+        rows = rows.swapaxes(0, 1)
+    rows = rows.reshape(-1, *rows.shape[2:])
     layers = np.array(LAYOUT.moe_layers)
     return laid("targets", made, lambda _: (layers, *(rows[:, layer] for layer in layers)))
 
 
-@pytest.mark.parametrize(("side", "other"), [(Side.LEFT, Side.RIGHT), (Side.RIGHT, Side.LEFT)])
-def test_targets_of_a_batch_padded_on_the_other_side_are_named(side: Side, other: Side) -> None:
-    """A router gets the rows of the places on that side."""
-    counted("layout.targets", _targets(side))
-    moved = replace(_targets(side), out=_targets(other).out)
+_OTHER_SIDE = "padding on the {}, where padding on the {} is declared"
+_OTHER_ORDER = "{} order, where {} is declared"
+
+
+@pytest.mark.parametrize(
+    ("declared", "other", "named"),
+    [
+        ((Side.LEFT,), (Side.RIGHT,), _OTHER_SIDE.format("right", "left")),
+        ((Side.RIGHT,), (Side.LEFT,), _OTHER_SIDE.format("left", "right")),
+        *(
+            ((Side.LEFT, first), (Side.LEFT, second), _OTHER_ORDER.format(second, first))
+            for first, second in permutations(Order)
+        ),
+    ],
+)
+def test_targets_of_a_batch_in_another_form_are_named(
+    declared: tuple[Any, ...], other: tuple[Any, ...], named: str
+) -> None:
+    """Padded on the other side, or in the other order."""
+    counted("layout.targets", _targets(*declared))
+    moved = replace(_targets(*declared), out=_targets(*other).out)
     finding = verdict("layout.targets", moved).findings[0]
     assert "a router is given another row's or layer's choice" == finding.title
-    assert finding.observed.endswith(
-        f": this is padding on the {other}, where padding on the {side} is declared"
-    ), finding.observed
+    assert finding.observed.endswith(f": this is {named}"), finding.observed
