@@ -45,7 +45,8 @@ class Batch:
         }
         self.contract = correction_contract(**terms)
         assert isinstance(self.contract.correction, CorrectionTerms)
-        self.inputs = Inputs(**{name: np.array(value) for name, value in fields.items()})
+        arrays: dict[str, Any] = {name: np.array(value) for name, value in fields.items()}
+        self.inputs = Inputs(**arrays)
         self.exact = ExpectedCorrection(self.contract.correction, self.inputs)
         self.weights: FloatArray = self.exact.weights.value.copy()
         self.kept: FloatArray = self.exact.kept.astype(np.float64)

@@ -161,7 +161,7 @@ def _gradient(batch: Batch, gradient: np.ndarray) -> Finding | None:
     return next(iter(result.findings), None)
 
 
-_LOSS = {"loss": "reinforce", "arrays": "torch"}
+_LOSS: dict[str, Any] = {"loss": "reinforce", "arrays": "torch"}
 
 
 def test_the_first_wrong_gradient_is_shown() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rollproof.core.events.base import Event
 from rollproof.core.events.replay import Outcome, Phase, Routing, Step
 from rollproof.core.replay_contract import Defect
 from rollproof.core.trace import Trace
@@ -41,7 +42,8 @@ def _call(name: str, template: Routing) -> Routing:
 
 def _swallowed(failures: Trace, calls: str, fail_at: int = 1) -> CheckResult:
     """The verdict on a step that has results although a call of it failed, after ``calls``."""
-    events, failing = [], False
+    events: list[Event] = []
+    failing = False
     template = next(event for event in failures.events if isinstance(event, Routing))
     for event in failures.events:
         if isinstance(event, Step):

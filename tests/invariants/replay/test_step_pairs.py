@@ -125,11 +125,11 @@ def test_losses_and_logprobs_differ_beyond_the_tolerance() -> None:
     """Absolute or relative to the earlier value; without a tolerance by the last bit."""
 
     def names(first: float, second: float, tolerance: float) -> list[str]:
-        steps = (
+        own, others = (
             Outcome(step="s", loss=value, logprobs={"r": np.array([value])})
             for value in (first, second)
         )
-        return [found[0] for found in loss_differences(*steps, tolerance)]
+        return [found[0] for found in loss_differences(own, others, tolerance)]
 
     both = ["loss", "logprobs of r"]
     assert [] == names(0.1, 0.1, 0.0)
