@@ -23,7 +23,15 @@ from rollproof.invariants._shared.delivery import (
     existing_delivery,
     reliable_delivery,
 )
-from rollproof.invariants._shared.phrases import count, listing, ranges, segment_name, share, window
+from rollproof.invariants._shared.phrases import (
+    count,
+    listing,
+    ranges,
+    segment_name,
+    share,
+    verb,
+    window,
+)
 from rollproof.invariants.stitch.logprob_faults import (
     ABSOLUTE,
     RELATIVE,
@@ -184,11 +192,15 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
     if without:
         out.finding(
             f"{share(len(without), len(view.attempts), 'call')}"
-            f" {'does' if len(without) == 1 else 'do'} not request logprobs, although the"
+            f" {verb(len(without), 'does', 'do')} not request logprobs, although the"
             " request wants them",
             kind="calls do not request logprobs",
             expected="every attempt requests logprobs from the engine",
-            observed=f"call {listing(attempt.call.call_id for attempt in without[:6])} does not",
+            observed=(
+                f"{verb(len(without), 'call', 'calls')}"
+                f" {listing(attempt.call.call_id for attempt in without[:6])}"
+                f" {verb(len(without), 'does', 'do')} not"
+            ),
             where=view.place(call=without[0].call.call_id, server=without[0].call.server_id),
             hint=(
                 "The option was lost on a resume: build the parameters of each attempt from"

@@ -181,8 +181,11 @@ class TestPresent:
         )
         assert {self.ID} == blamed(story)
 
-    def test_the_first_call_that_does_not_ask_is_named(self) -> None:
-        """Two calls, to two servers."""
+    @pytest.mark.parametrize(
+        ("calls", "observed"), [(3, "calls 2 and 3"), (9, "calls 2, 3, 4, 5, 6 and 7")]
+    )
+    def test_the_calls_that_do_not_ask_are_named(self, calls: int, observed: str) -> None:
+        """Up to six of them, and the place is the first."""
         parts = [
             ScriptedCall(
                 tokens=(10 + number,),
@@ -190,10 +193,11 @@ class TestPresent:
                 server=f"s{number}",
                 call={"want_logprobs": number == 0},
             )
-            for number in range(3)
+            for number in range(calls)
         ]
-        finding = finds(self.ID, script_rollout(*parts))
-        assert "call 2 and 3 does not" == finding.observed
+        finding = finds(self.ID, script_rollout(*parts, budget=20))
+        assert f"{observed} do not" == finding.observed
+        assert finding.title.startswith(f"{calls - 1} of {calls} calls do not request logprobs")
         assert {"request": "r0", "call": 2, "server": "s1"} == finding.where
 
     def test_nobody_asked(self) -> None:

@@ -320,6 +320,11 @@ class TestTokens:
         assert ("r0", index) == (finding.where["request"], finding.where["index"])
         assert hint in finding.hint
         assert finding.expected.startswith("8 tokens as sampled: [")
+        segments = (0, 0, 0, 1, 1, 2, 2, 2)
+        segment = segments[index] if index < len(segments) else None
+        assert segment == finding.where.get("segment")
+        assert finding.observed.startswith(f"{len(response) or 'no'} tokens: [")
+        assert finding.observed.endswith(f"; the first difference is at response index {index}")
 
     def test_a_prompt_in_place_of_an_empty_response_is_named(self) -> None:
         """What no call sampled is not padding where it is the prompt."""
@@ -482,9 +487,12 @@ class TestTokens:
             ScriptedCall(tokens=(11, 5), reason="stop"),
             ScriptedCall(observed=(91,), tokens=(12, 5), reason="stop"),
         )
-        for response, lost in (((11, 91, 12), "2 of 5"), ((11, 91, 12, 5), "1 of 5")):
+        for response, lost in (
+            ((11, 91, 12), "2 of 5 sampled tokens are"),
+            ((11, 91, 12, 5), "1 of 5 sampled tokens is"),
+        ):
             finding = finds(self.ID, script_rollout(*parts, sample={"response": response}))
-            assert finding.title.startswith(f"{lost} sampled token")
+            assert f"{lost} missing from the response" == finding.title
             assert "sampled tokens are missing" == finding.kind
             assert "Stop tokens were stripped" in finding.hint
 
@@ -495,6 +503,45 @@ class TestTokens:
             finding = finds(self.ID, script_rollout(one, sample={"response": response}))
             assert "sampled tokens are missing" == finding.kind
             assert "Stop tokens" not in finding.hint
+
+    def test_a_reply_without_tokens_has_no_stop_token(self) -> None:
+        """The last token is that of an aborted call, and got lost on the resume."""
+        parts = (ScriptedCall(tokens=(11, 12)), ScriptedCall(reason="stop"))
+        finding = finds(self.ID, script_rollout(*parts, sample={"response": (11,)}))
+        assert finding.hint.startswith("The loss begins in segment 0; aborted calls return tokens")
+
+    @pytest.mark.parametrize(
+        ("response", "cut"),
+        [((11,), True), ((11, 12), True), ((11, 13), False), ((13,), False), ((12, 13), False)],
+    )
+    def test_only_the_end_of_a_reply_is_cut_off(self, response: tuple[int, ...], cut: bool) -> None:
+        """Tokens from its beginning or its middle are lost in another way."""
+        one = ScriptedCall(tokens=(11, 12, 13), reason="length")
+        hint = finds(self.ID, script_rollout(one, sample={"response": response})).hint
+        assert cut is ("the end of the reply to call 1 was cut off" in hint)
+        assert cut is not ("aborted calls return tokens too" in hint)
+
+    @pytest.mark.parametrize(
+        ("prompt", "extra", "of_prompt"),
+        [
+            ((1, 2, 3), (1, 2, 3), "3 of 3 tokens"),
+            ((1, 2, 3), (2, 3), "2 of 3 tokens"),
+            ((1, 2, 3), (1, 2), None),
+            ((1, 2, 3), (3,), None),
+            ((3,), (3,), "1 of 1 token"),
+        ],
+    )
+    def test_the_end_of_the_prompt_is_named(
+        self, prompt: tuple[int, ...], extra: tuple[int, ...], of_prompt: str | None
+    ) -> None:
+        """One token of several may be there by chance."""
+        one = ScriptedCall(tokens=(11, 12), reason="stop")
+        story = script_rollout(one, prompt=prompt, sample={"response": (*extra, 11, 12)})
+        finding = finds(self.ID, story)
+        if of_prompt is None:
+            assert "tokens that no call returned" == finding.kind
+        else:
+            assert f"The response holds {of_prompt} of the prompt" == finding.title
 
     def test_an_own_end_token_is_named_at_the_end_alone(self) -> None:
         """One more token at the end may be an end of sequence of the stack's own; one inside the
