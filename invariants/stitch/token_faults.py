@@ -156,10 +156,8 @@ def _added(
     view: RequestView, sampled: tuple[int, ...], start: int, extra: tuple[int, ...], segment: str
 ) -> tuple[str, str, str]:
     size = len(extra)
-    repeated = extra in (sampled[max(0, start - size) : start], sampled[start : start + size]) or (
-        size > 1 and contains(sampled, extra)
-    )
-    if repeated:
+    # What comes next cannot be repeated before it: it would be common to both.
+    if sampled[:start][-size:] == extra or (size > 1 and contains(sampled, extra)):
         return (
             (
                 f"The response repeats {count(size, 'token')} that {'was' if size == 1 else 'were'}"
@@ -197,7 +195,7 @@ def _added(
 def _is_end(view: RequestView, tokens: tuple[int, ...]) -> bool:
     """Return whether ``tokens`` are one end of sequence; where that is not known, one token."""
     eos = getattr(view.oracle, "eos_id", None)
-    return len(tokens) == 1 and eos in (None, tokens[0])
+    return len(tokens) == 1 and eos in (None, *tokens)
 
 
 def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:

@@ -23,7 +23,14 @@ from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.verification.runner import run_case
 from rollproof.verification.traces import judge
-from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
+from tests.support.routed_requests import (
+    REGISTRY,
+    RoutedRequest,
+    Segment,
+    failing,
+    filler,
+    only_finding,
+)
 from tests.support.trace_builder import TraceBuilder
 
 _MODELS: dict[str, dict[str, Any]] = {
@@ -479,8 +486,8 @@ def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
 def test_rows_of_arange_are_named_and_two_neighbours_are_not() -> None:
     """Experts 3 and 4 of eight are an ordinary choice; a run through all layers is none."""
     story = RoutedRequest()
-    filler = only_finding(story.judged(_edit(story, 2, np.arange(2))), "routes.captured")
-    assert "arange filler" in filler.observed
+    arange = only_finding(story.judged(_edit(story, 2, np.arange(2))), "routes.captured")
+    assert "arange filler" in arange.observed
     neighbours = story.good().copy()
     cell = neighbours[2, 0]
     neighbours[2, 0] = next(
@@ -557,6 +564,57 @@ def test_rows_that_nobody_captured_must_be_filler() -> None:
     assert judged["routes.filler"].exercised == {"filler rows": 2}
 
 
+_ZEROS = "filler rows of zeros (a legal expert id: a trainer replays them)"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected", "observed"),
+    [
+        (("zeros", "zeros", "arange"), None, None),
+        (("arange", "arange", "arange"), "zeros", "arange in 2 rows (positions 7-8)"),
+        (("zeros", "arange", "arange"), "zeros", "arange in 1 row (position 8)"),
+        (("zeros", "zeros", "zeros"), "arange", "zeros in 1 row (position 9)"),
+    ],
+)
+def test_only_the_last_row_may_have_the_filler_of_the_last_token(
+    kinds: tuple[str, ...], expected: str | None, observed: str | None
+) -> None:
+    """The rows before it that nobody captured have the other one."""
+    story = RoutedRequest(
+        segments=(Segment(3, 1), Segment(2, 1, routes=False)),
+        changes={**_MODELS["wide"], "rows": "T", "final_row": "arange", "filler": "zeros"},
+    )
+    captured = story.captured()
+    judged = story.judged(np.concatenate([captured, *(filler(kind, captured) for kind in kinds)]))
+    assert {_ZEROS: 2, "filler rows": 1} == judged["routes.filler"].exercised
+    if expected is None:
+        assert set() == failing(judged)
+        return
+    finding = only_finding(judged, "routes.filler")
+    assert f"{expected} filler, as the contract declares" == finding.expected
+    assert observed == finding.observed
+
+
+def test_samples_without_filler_are_counted() -> None:
+    """Every row was captured."""
+    story = RoutedRequest()
+    exercised = story.judged(story.good())["routes.filler"].exercised
+    assert {"samples without filler": 1} == exercised
+
+
+def test_rows_after_a_captured_prefix_are_shown_from_its_end() -> None:
+    """Two rows that no call returned."""
+    story = RoutedRequest(
+        segments=(Segment(3, 1), Segment(2, 1, routes=False)), changes=_CONVENTIONS["prefix"]
+    )
+    captured = story.captured()
+    judged = story.judged(np.concatenate([captured, captured[:2] * 0]))
+    finding = only_finding(judged, "routes.filler")
+    assert "rows up to position 6: the captured prefix, and nothing after it" == finding.expected
+    assert "zeros in 2 rows (positions 7-8)" == finding.observed
+    assert 7 == finding.where["position"]
+
+
 def test_filler_that_does_not_fit_the_type_is_blamed_on_the_type() -> None:
     """-1 in uint8 reads as 255: one message, about the type."""
     changes = {"filler": "minus-one", "dtype": "uint8|int16"}
@@ -601,6 +659,56 @@ def test_a_choice_in_a_dense_column_is_found() -> None:
     assert finding.expected == "the engine's own value or a filler in 1 dense layer (layer 0)"
     assert finding.where["layer"] == 0
     assert "verl #5037" in finding.hint
+
+
+_TWO_DENSE: dict[str, Any] = {"num_layers": 5, "moe_layers": (1, 3, 4), "dtype": "int32"}
+
+
+@pytest.mark.parametrize(("segments", "low"), [((Segment(5),), 5), ((Segment(3), Segment(2)), 7)])
+def test_the_dense_layer_with_a_choice_is_named(segments: tuple[Segment, ...], low: int) -> None:
+    """One of two, with its first row, also if that is in the rows of a later call."""
+    story = RoutedRequest(segments=segments, changes=_TWO_DENSE)
+    rows = story.good().copy()
+    rows[[low, low + 1], 2] = [[3, 5], [6, 1]]
+    if low == 7:
+        rows[7, 2] = 0
+    first, count = (5, "2 rows") if low == 5 else (8, "1 row")
+    finding = only_finding(story.judged(rows), "routes.dense-columns")
+    assert finding.observed == (
+        f"experts {rows[first, 2].tolist()} at position {first} in layer 2; so in {count} (layer 2)"
+    )
+    assert "the engine's own value or a filler in 2 dense layers (layer 0, 2)" == finding.expected
+    segment = 0 if low == 5 else 1
+    assert finding.where == {"request": "r0", "position": first, "layer": 2, "segment": segment}
+
+
+@pytest.mark.parametrize(
+    ("cell", "found"), [((3, 4), 0), ((7, 0), 0), ((3, 3), 0), ((3, 5), 1), ((4, 3), 1)]
+)
+def test_ids_that_repeat_or_count_up_are_no_choice(cell: tuple[int, int], found: int) -> None:
+    """Modulo the number of experts; those that count by two or down may be one."""
+    story = RoutedRequest(changes=_TWO_DENSE)
+    rows = story.good().copy()
+    rows[2, 0] = cell
+    assert found == story.judged(rows)["routes.dense-columns"].found
+
+
+class _ChoosesInDenseLayers(RoutedRequest):
+    """The engine's buffer holds something in the column of a dense layer."""
+
+    def rows(self, start: int, stop: int, version: int) -> np.ndarray:
+        rows = super().rows(start, stop, version)
+        rows[:, 0] = rows[:, 1, ::-1]
+        return rows
+
+
+def test_the_engines_own_value_in_a_dense_column_is_right() -> None:
+    """Another one that looks like a choice is not."""
+    story = _ChoosesInDenseLayers(changes=_TWO_DENSE)
+    rows = story.good().copy()
+    assert set() == failing(story.judged(rows))
+    rows[3, 0] = next(p for p in ([3, 6], [6, 3]) if p != rows[3, 0].tolist())
+    assert 3 == only_finding(story.judged(rows), "routes.dense-columns").where["position"]
 
 
 @pytest.mark.parametrize(
@@ -653,6 +761,20 @@ def test_an_unexplained_row_is_shown_beside_the_right_one() -> None:
         == f"experts {got}; wrong in 1 of 9 rows (position 1), in 1 of 6 MoE layers"
     )
     assert finding.where == {"request": "r0", "position": 1, "layer": 0}
+
+
+def test_the_first_wrong_layer_of_an_unexplained_row_is_shown() -> None:
+    """The layers before it are right, whatever the order of their experts."""
+    story = RoutedRequest(changes={"num_layers": 5, "moe_layers": (1, 3, 4)})
+    rows = story.good().copy()
+    rows[7] = rows[7, :, ::-1]
+    right = story.good()[7, 3]
+    other = next(e for e in range(8) if e not in right)
+    rows[7, 3] = (other, right[0])
+    finding = only_finding(story.judged(rows), "routes.content")
+    assert f"experts {right.tolist()} at position 7, as the engine returned" == finding.expected
+    assert finding.observed.startswith(f"experts {[other, int(right[0])]}; wrong in 1 of 9 rows")
+    assert finding.where == {"request": "r0", "position": 7, "layer": 3, "segment": 0}
 
 
 def test_a_trace_without_replies_is_judged_by_what_it_has() -> None:
