@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import Action, ActionKind, Case, Model, Trigger
-from rollproof.core.records import EngineOutput, Request
+from rollproof.core.events.rollout import Weights
+from rollproof.core.records import EngineOutput, Request, Span
 from rollproof.fakes.clients.reference_clients import PartialSample
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
@@ -159,6 +160,7 @@ class TestEnvironment:
         unknown(self.ID, answered, "no turn was answered")
 
 
+_TWO_VERSIONS = (Span(start=0, end=2, version=0), Span(start=2, end=4, version=1))
 RESUMED = (
     ScriptedCall(tokens=(11, 12)),
     ScriptedCall(tokens=(13, 14, 15)),
@@ -321,6 +323,66 @@ class TestSampled:
             sampled_tokens_with_loss_mask_1=1,
             sampled_tokens_masked_out_as_declared=2,
         )
+
+    @pytest.mark.parametrize("asks", ["request", "call"])
+    def test_tokens_whose_logprob_nobody_requested_are_judged(self, asks: str) -> None:
+        """There is none to want them masked for."""
+        parts = (
+            ScriptedCall(
+                tokens=(11, 12), logprobs=False, call={"want_logprobs": asks == "request"}
+            ),
+            ScriptedCall(tokens=(13,), reason="stop"),
+        )
+        story = rollout(
+            parts,
+            (0, 0, 1),
+            missing_logprobs="masked",
+            request={"want_logprobs": asks == "call"},
+        )
+        assert "0 at response index 0-1" == finds(self.ID, story).observed
+
+    def test_each_cut_turn_is_masked_as_a_whole(self) -> None:
+        """A later turn as well as the first."""
+        parts = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(12, 13)),
+            ScriptedCall(observed=(92,), tokens=(14,), reason="stop"),
+        )
+        passes(self.ID, rollout(parts, (1, 0, 0, 0, 0, 1), masked=("aborted",)))
+        part = rollout(parts, (1, 0, 0, 1, 0, 1), masked=("aborted",))
+        assert "0 at response index 2" == finds(self.ID, part).observed
+
+    def test_without_a_resume_no_call_is_an_earlier_one(self) -> None:
+        """A turn of its own is no resume."""
+        parts = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(12,), reason="stop"),
+        )
+        finds(self.ID, rollout(parts, (0, 0, 1), masked=("earlier-calls",)))
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            UPDATED,
+            (ScriptedCall(), *UPDATED),
+            (
+                ScriptedCall(
+                    tokens=(11, 12, 13, 14),
+                    reason="stop",
+                    output={"spans": _TWO_VERSIONS},
+                    reply={"true_tokens": _TWO_VERSIONS},
+                ),
+            ),
+        ],
+        ids=["two calls", "an empty call before them", "one call"],
+    )
+    def test_weights_older_than_those_of_the_last_token_are_older(
+        self, parts: tuple[ScriptedCall, ...]
+    ) -> None:
+        """Also if the server went back to them before the sample was delivered."""
+        trace = rollout(parts, (0, 0, 1, 1), masked=("older-weights",)).trace()
+        back = Weights(server_id="s0", version=0, label=0)
+        passes(self.ID, trace.with_events([*trace.events[:-1], back, trace.events[-1]]))
 
     @pytest.mark.parametrize("kind", [ActionKind.ABORT, ActionKind.SYNC])
     def test_an_abort_right_after_an_end_token_leaves_it_one(self, kind: ActionKind) -> None:

@@ -400,6 +400,7 @@ class TestTokens:
         [
             ((11, 12, 13, 14, 11), "tokens that no call returned"),
             ((11, 12, 13, 14, 2), "tokens that no call returned"),
+            ((11, 12, 13, 14, 11, 99), "tokens that no call returned"),
             ((11, 12, 13, 14, 11, 12), "tokens are repeated"),
             ((11, 12, 13, 14, 14), "tokens are repeated"),
             ((11, 11, 12, 13, 14), "tokens are repeated"),
@@ -447,6 +448,21 @@ class TestTokens:
         assert finding.hint.startswith("Call 3 sent 2 tokens of 4")
         lost = finds(self.ID, script_rollout(*parts, sample={"response": (21,)}))
         assert "1 of 2 sampled tokens is missing from the response" == lost.title
+
+    def test_one_token_from_before_a_restart_is_looked_for_alike(self) -> None:
+        """The response holds it, or lacks it."""
+        parts = (
+            ScriptedCall(tokens=(11,)),
+            ScriptedCall(lost=True),
+            ScriptedCall(tokens=(21, 22), restart=True, reason="stop"),
+        )
+        for response, kind in (
+            ((11, 21, 22), "tokens from before a restart"),
+            ((21,), "sampled tokens are missing"),
+        ):
+            assert (
+                kind == finds(self.ID, script_rollout(*parts, sample={"response": response})).kind
+            )
 
     def test_a_response_may_be_cut_at_the_budget(self) -> None:
         """An agent loop cuts what its turns overshot."""
