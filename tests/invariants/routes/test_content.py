@@ -537,6 +537,9 @@ def test_a_repetition_of_the_row_that_the_engine_returned_is_filler(prompt: int)
     rows[-2] = RoutedRequest(request_id="r1", changes=story.changes).good()[0]
     assert (rows[-2] != rows[-1]).any()
     assert {"routes.content"} == failing(story.judged(rows))
+    # or of the row that was delivered
+    rows[-1] = rows[-2]
+    assert {"routes.content"} == failing(story.judged(rows))
 
 
 def test_zeros_are_flagged_where_they_are_declared() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rollproof.core.case import Action, ActionKind, Case, Model, Trigger
 from rollproof.core.events.rollout import Weights
-from rollproof.core.records import EngineOutput, Request, Span
+from rollproof.core.records import EngineOutput, FinishReason, Request, Span
 from rollproof.fakes.clients.reference_clients import PartialSample
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
@@ -383,6 +383,82 @@ class TestSampled:
         trace = rollout(parts, (0, 0, 1, 1), masked=("older-weights",)).trace()
         back = Weights(server_id="s0", version=0, label=0)
         passes(self.ID, trace.with_events([*trace.events[:-1], back, trace.events[-1]]))
+
+    def test_every_call_of_older_weights_is_older(self) -> None:
+        """The last one is not, although it was the third."""
+        parts = (
+            ScriptedCall(tokens=(11, 12)),
+            ScriptedCall(tokens=(13, 14), version=1),
+            ScriptedCall(tokens=(15,), version=2, reason="stop"),
+        )
+        passes(self.ID, rollout(parts, (0, 0, 0, 0, 1), masked=("older-weights",)))
+        every = finds(self.ID, rollout(parts, (0,) * 5, masked=("older-weights",)))
+        assert "0 at response index 4" == every.observed
+
+    @pytest.mark.parametrize("unknown_part", ["label", "weights"])
+    def test_weights_that_may_be_older_are_older(self, unknown_part: str) -> None:
+        """The engine shows no label, or nobody knows which weights it really had."""
+        truth: dict[str, Any] = {"reply": {"true_tokens": None}}
+        if unknown_part == "label":
+            parts = (
+                ScriptedCall(tokens=(11, 12), shown=None),
+                ScriptedCall(tokens=(13, 14), reason="stop"),
+            )
+            story = rollout(parts, (0, 0, 1, 1), masked=("older-weights",), labels={0: None})
+        else:
+            parts = (
+                ScriptedCall(tokens=(11, 12), **truth),
+                ScriptedCall(tokens=(13, 14), version=1, reason="stop", **truth),
+            )
+            story = rollout(parts, (0, 0, 1, 1), masked=("older-weights",))
+        passes(self.ID, story)
+
+    @pytest.mark.parametrize(
+        ("reason", "engine", "finish", "explained"),
+        [
+            ("truncated", "stop", "length", True),
+            ("truncated", "abort", "stop", True),
+            ("truncated", "stop", "stop", False),
+            ("aborted", "stop", "abort", True),
+            ("aborted", "stop", "error", True),
+            ("aborted", "abort", "stop", True),
+            ("aborted", "stop", "stop", False),
+        ],
+    )
+    def test_the_stack_or_the_engine_says_that_a_sample_is_incomplete(
+        self, reason: str, engine: str, finish: str, explained: bool
+    ) -> None:
+        """Either is enough for its mask."""
+        part = ScriptedCall(tokens=(11, 12, 13), reason=engine)
+        sample = {"loss_mask": np.zeros(3, dtype=np.int64), "finish_reason": FinishReason(finish)}
+        story = script_rollout(part, loss_mask=True, masked=(reason,), sample=sample)
+        assert int(not explained) == check(self.ID, story).found
+
+    def test_a_response_that_was_cut_is_truncated(self) -> None:
+        """Whatever it says of its end."""
+        part = ScriptedCall(tokens=(11, 12, 13), reason="stop")
+        sample = {
+            "response": (11, 12),
+            "logprobs": np.array([-0.25, -0.75]),
+            "loss_mask": np.zeros(2, dtype=np.int64),
+        }
+        more: dict[str, Any] = {"loss_mask": True, "budget": 2, "sample": sample}
+        passes(self.ID, script_rollout(part, masked=("truncated",), **more))
+        finds(self.ID, script_rollout(part, masked=("end",), **more))
+
+    def test_the_hint_knows_a_turn_from_a_resume(self) -> None:
+        """A call after an answer of the environment resumes nothing; and one word of the
+        environment that is trained on shows a shift.
+        """
+        parts = (
+            ScriptedCall(tokens=(11,)),
+            ScriptedCall(tokens=(12,), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(13,), reason="stop"),
+        )
+        hint = finds(self.ID, rollout(parts, (1, 0, 0, 1), masked=())).hint
+        assert "exactly what resumed calls returned" in hint
+        shifted = finds(self.ID, rollout(parts, (1, 0, 1, 1), masked=())).hint
+        assert "shifted against the tokens" in shifted
 
     @pytest.mark.parametrize("kind", [ActionKind.ABORT, ActionKind.SYNC])
     def test_an_abort_right_after_an_end_token_leaves_it_one(self, kind: ActionKind) -> None:
