@@ -15,7 +15,7 @@ import pytest
 
 from rollproof.core.case import Model
 from rollproof.core.contract import Contract, LayerAxis
-from rollproof.core.events.rollout import Weights
+from rollproof.core.events.rollout import Reply, Result, Weights
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import case
@@ -468,7 +468,9 @@ def test_rows_with_two_explanations_are_one_fault_next_to_rows_without_any() -> 
     judged = story.judged(rows, other)
     assert {"routes.position", "routes.content"} == failing(judged)
     assert "so in 2 of 12 rows (positions 0-1)" in judged["routes.position"].findings[0].observed
-    assert "wrong in 5 of 12 rows (positions 4-8)" in judged["routes.content"].findings[0].observed
+    (content,) = judged["routes.content"].findings
+    assert "wrong in 5 of 12 rows (positions 4-8)" in content.observed
+    assert 4 == content.where["position"]
 
 
 def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
@@ -576,6 +578,7 @@ _ZEROS = "filler rows of zeros (a legal expert id: a trainer replays them)"
         (("zeros", "zeros", "arange"), None, None),
         (("arange", "arange", "arange"), "zeros", "arange in 2 rows (positions 7-8)"),
         (("zeros", "arange", "arange"), "zeros", "arange in 1 row (position 8)"),
+        (("arange", "zeros", "arange"), "zeros", "arange in 1 row (position 7)"),
         (("zeros", "zeros", "zeros"), "arange", "zeros in 1 row (position 9)"),
     ],
 )
@@ -596,6 +599,69 @@ def test_only_the_last_row_may_have_the_filler_of_the_last_token(
     finding = only_finding(judged, "routes.filler")
     assert f"{expected} filler, as the contract declares" == finding.expected
     assert observed == finding.observed
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"), [("zeros", True), ("arange", False), ("previous", False)]
+)
+def test_rows_before_the_captured_ones_have_no_final_row(kind: str, right: bool) -> None:
+    """The reply begins with the row of position 2. Nothing comes before position 0 that its row
+    could repeat.
+    """
+    declared = kind if kind == "previous" else "zeros"
+    story = RoutedRequest(
+        segments=(Segment(5),),
+        changes={**_MODELS["wide"], "rows": "T", "final_row": "arange", "filler": declared},
+    )
+    rows = story.good().copy()
+    rows[:2] = filler("zeros" if kind == "previous" else kind, rows)
+    trace = story.trace(rows)
+    events = [
+        replace(e, output=replace(e.output, routes=story.captured()[2:], routes_start=2))
+        if isinstance(e, Reply)
+        else e
+        for e in trace.events
+    ]
+    judged = judge(trace.with_events(events), REGISTRY)
+    if right:
+        assert set() == failing(judged)
+    else:
+        finding = only_finding(judged, "routes.filler")
+        assert f"{declared} filler, as the contract declares" == finding.expected
+        assert 0 == finding.where["position"]
+
+
+def test_the_last_sampled_token_and_an_own_end_token_have_final_rows() -> None:
+    """No forward pass saw either of them: the stack adds an end token and masks it out."""
+    story = RoutedRequest(
+        segments=(Segment(5),),
+        changes={"rows": "T", "final_row": "arange", "loss_mask": True, "dtype": "int32"},
+    )
+    good = story.good()
+    trace = story.trace(np.concatenate([good, good[-1:]]))
+    result = trace.events[-1]
+    assert isinstance(result, Result)
+    assert result.rollout is not None
+    rollout = replace(
+        result.rollout,
+        response_ids=(*result.rollout.response_ids, 2),
+        loss_mask=np.array([1, 1, 1, 1, 1, 0]),
+    )
+    ended = trace.with_events([*trace.events[:-1], replace(result, rollout=rollout)])
+    judged = judge(ended, REGISTRY)
+    assert set() == failing(judged)
+    assert {"filler rows": 2} == judged["routes.filler"].exercised
+
+
+def test_the_last_row_repeated_is_named_as_such() -> None:
+    """And an ordinary filler of one layer if its ids are too many for chance."""
+    story = RoutedRequest(changes=_CONVENTIONS["T, arange"])
+    again = only_finding(story.judged(_edit(story, -1, story.good()[-2])), "routes.filler")
+    assert "previous in 1 row (position 9)" == again.observed
+    wide = {**_MODELS["wide"], "num_layers": 1, "moe_layers": (0,)}
+    single = RoutedRequest(changes={**wide, **_CONVENTIONS["T, zeros"]})
+    arange = only_finding(single.judged(_edit(single, -1, np.arange(8))), "routes.filler")
+    assert "arange in 1 row (position 9)" == arange.observed
 
 
 def test_samples_without_filler_are_counted() -> None:
@@ -686,11 +752,21 @@ def test_the_dense_layer_with_a_choice_is_named(segments: tuple[Segment, ...], l
 
 
 @pytest.mark.parametrize(
-    ("cell", "found"), [((3, 4), 0), ((7, 0), 0), ((3, 3), 0), ((3, 5), 1), ((4, 3), 1)]
+    ("cell", "found"),
+    [
+        ((3, 4), 0),
+        ((7, 0), 0),
+        ((3, 3), 0),
+        ((3, 5), 1),
+        ((4, 3), 1),
+        ((6, 7, 0), 0),
+        ((5, 5, 5), 0),
+        ((3, 4, 6), 1),
+    ],
 )
-def test_ids_that_repeat_or_count_up_are_no_choice(cell: tuple[int, int], found: int) -> None:
+def test_ids_that_repeat_or_count_up_are_no_choice(cell: tuple[int, ...], found: int) -> None:
     """Modulo the number of experts; those that count by two or down may be one."""
-    story = RoutedRequest(changes=_TWO_DENSE)
+    story = RoutedRequest(changes={**_TWO_DENSE, "top_k": len(cell)})
     rows = story.good().copy()
     rows[2, 0] = cell
     assert found == story.judged(rows)["routes.dense-columns"].found
@@ -774,6 +850,7 @@ def test_the_first_wrong_layer_of_an_unexplained_row_is_shown() -> None:
     right = story.good()[7, 3]
     other = next(e for e in range(8) if e not in right)
     rows[7, 3] = (other, right[0])
+    rows[7, 4, 0] = next(e for e in range(8) if e not in rows[7, 4])
     finding = only_finding(story.judged(rows), "routes.content")
     assert f"experts {right.tolist()} at position 7, as the engine returned" == finding.expected
     assert finding.observed.startswith(f"experts {[other, int(right[0])]}; wrong in 1 of 9 rows")
