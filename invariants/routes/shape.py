@@ -119,8 +119,13 @@ def routes_presence(view: RequestView, out: Collector) -> None:
         out.absent("the stack cut all that the engine sampled at stop sequences of its own")
         return
     out.exercised("samples with requested routes")
-    # An empty array is routes too, if the contract allows zero rows for this sample.
-    if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):
+    # An empty array is routes too: of too few rows, which routes.rows reports, or if nothing was
+    # captured from its position on, such as the rows of a response of one token.
+    if evidence.routes is not None and (
+        evidence.rows
+        or 0 not in evidence.row_counts
+        or all(piece.end <= evidence.start for piece in evidence.pieces)
+    ):
         return
     cause = (
         "dropped"

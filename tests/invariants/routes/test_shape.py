@@ -294,6 +294,19 @@ def test_a_captured_prefix_may_end_anywhere() -> None:
     assert "SkyRL #1908" in only_finding(story.judged(surplus), "routes.filler").hint
 
 
+@pytest.mark.parametrize("prompt", [1, 5])
+def test_the_rows_of_a_response_of_one_token_are_none(prompt: int) -> None:
+    """A stack that delivers the rows of the response alone has an empty array for it; for more
+    tokens it has rows.
+    """
+    for tokens, missing in ((1, set()), (2, {"routes.rows"})):
+        story = RoutedRequest(segments=(Segment(tokens),), prompt=prompt)
+        right = story.good()[prompt:]
+        assert tokens - 1 == len(right)
+        assert set() == failing(story.judged(right, routes_start=prompt))
+        assert missing == failing(story.judged(right[:0], routes_start=prompt))
+
+
 def test_missing_routes_say_who_lost_them() -> None:
     """Dropped by the stack, never requested, or silently missing from the engine: three causes,
     three messages.
