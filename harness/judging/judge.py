@@ -47,6 +47,7 @@ from rollproof.judging.checks import (
 )
 from rollproof.judging.guessed_calls import GuessedCalls
 from rollproof.judging.judge_context import JudgeContext
+from rollproof.judging.parallel_chains import set_aside_chains
 from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.preceding_events import PrecedingEvents
 from rollproof.judging.prefill_calls import add_internal_prefills, set_aside_prefills
@@ -452,6 +453,7 @@ class Judge:
         view.settle()
         cut_turns(view)
         set_aside_stale(view)
+        set_aside_chains(view)
         # before races: whose calls are alike is known only without these
         take_turn(view)
         set_aside_prefills(view)

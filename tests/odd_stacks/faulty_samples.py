@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 
 import rollproof
+from tests.odd_stacks.bases.candidates import Candidates
 from tests.odd_stacks.bases.pool import Pool
 from tests.odd_stacks.bases.thin import Thin, promise
 
@@ -144,3 +145,16 @@ class MeanForMissing(Thin):
         if lp is not None and np.isnan(lp).any():
             lp[np.isnan(lp)] = -1.0 if np.isnan(lp).all() else np.nanmean(lp)
         return sample
+
+
+class LogprobsOfTheOther(Candidates):
+    """The chosen candidate is handed over with the logprobs of the other one, if they are as
+    many.
+    """
+
+    def choose(self, first, second):
+        best = super().choose(first, second)
+        other = second if best is first else first
+        if best["logprobs"] is None or len(best["logprobs"]) != len(other["logprobs"]):
+            return best
+        return {**best, "logprobs": other["logprobs"]}

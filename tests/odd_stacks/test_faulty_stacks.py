@@ -56,6 +56,7 @@ ROLLOUTS = {
     faulty_updates.OneUpdateDrops: ("lifecycle.drops-only-as-declared", "slow updates"),
     faulty_updates.OneUpdateSamplesAnew: ("stitch.resume-prompt", "slow updates"),
     faulty_updates.StaleWhenDelivered: ("weights.staleness-bound", "slow updates"),
+    faulty_samples.LogprobsOfTheOther: ("stitch.logprobs-paired", "many aborts"),
     faulty_samples.EndsStripped: ("stitch.tokens", "end token inside"),
     faulty_samples.BoundaryRowAgain: ("routes.provenance", "a later first version"),
     faulty_samples.AsksFromOneTooLate: ("routes.rows", "a later first version"),

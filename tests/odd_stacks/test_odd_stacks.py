@@ -22,9 +22,16 @@ from tests.odd_stacks import (
     odd_stops,
     odd_updates,
 )
-from tests.odd_stacks.bases import control, convo, indexed, padded, pool, thin, whole
+from tests.odd_stacks.bases import candidates, control, convo, indexed, padded, pool, thin, whole
 
-BASES = (control.Control, convo.Convo, pool.Pool, thin.Thin, whole.Whole)
+BASES = (
+    candidates.Candidates,
+    control.Control,
+    convo.Convo,
+    pool.Pool,
+    thin.Thin,
+    whole.Whole,
+)
 STACKS = [
     *BASES,
     *(
@@ -58,7 +65,7 @@ def test_an_unusual_stack_is_not_blamed(stack: Any) -> None:
 
 def test_all_stacks_are_run() -> None:
     """The table finds the classes by what they have: none may drop out unseen."""
-    assert 65 == len(STACKS)
+    assert 66 == len(STACKS)
 
 
 def test_an_unusual_batch_is_not_blamed() -> None:

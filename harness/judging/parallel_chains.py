@@ -1,0 +1,176 @@
+"""Tell parallel chains of one request apart, of which one is the sample.
+
+A stack may sample several candidates of a prompt at once, resume each of them by itself, and
+deliver one (best of n). Each call then continues its own chain: it sends what that one has. The
+chains that the sample was not made of become ``RequestView.set_aside``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from rollproof.core.records import FinishReason, Version, spread
+from rollproof.judging.races import explains, fit_together, set_aside_losers, set_attempts
+from rollproof.judging.sample_evidence import values_of
+
+if TYPE_CHECKING:
+    from rollproof.judging.attempt import Attempt
+    from rollproof.judging.request_view import RequestView
+
+__all__ = ["set_aside_chains"]
+
+_Token: TypeAlias = "tuple[int, float, Version]"
+_Fit: TypeAlias = "tuple[bool, bool, int, int, int, int, bool]"
+
+
+@dataclass(eq=False, slots=True)
+class _Chain:
+    """Calls of which each continues what those before it brought.
+
+    calls: The calls, in order.
+    """
+
+    calls: list[Attempt]
+
+    def known_at(self, moment: int) -> tuple[int, ...] | None:
+        """Return what its owner knew at an event, ``None`` if it was waiting for a call."""
+        last = self.calls[-1]
+        if not any(end < moment for end in last.ends):
+            return None
+        reply = last.consumed
+        if reply is None or reply.index > moment:
+            return last.call.prompt_ids
+        return last.call.prompt_ids + reply.output.token_ids
+
+
+def set_aside_chains(view: RequestView) -> None:
+    """Reduce the calls of a request to one of several chains that ran at once, if the calls show
+    whose each one is.
+    """
+    if not _begun_together(view) or view.observations:
+        return
+    chains, certain = _chains(view)
+    answered = [c for c in chains if any(call.consumed is not None for call in c.calls)]
+    if len(answered) < 2 or all(len(chain.calls) == 1 for chain in chains):
+        return
+    # copies of each call make no chains of their own
+    if _is_race(view):
+        return
+    if not certain:
+        view.undecided_race = True
+        return
+    fits = {id(chain): _fit(view, chain) for chain in answered}
+    best = max(answered, key=lambda chain: fits[id(chain)])
+    if not fits[id(best)][0] and explains(view) and fit_together(view):
+        return
+    alike = [chain for chain in answered if fits[id(chain)][:-2] == fits[id(best)][:-2]]
+    if fits[id(best)][0] and any(_outcome(chain) != _outcome(best) for chain in alike):
+        view.undecided_race = True
+        return
+    view.set_aside += [call for call in view.attempts if call not in best.calls]
+    set_attempts(view, best.calls)
+
+
+def _begun_together(view: RequestView) -> bool:
+    """Return whether a call with the prompt was made while another one ran."""
+    prompt = view.request.prompt_ids
+    begun = [call for call in view.attempts if call.call.prompt_ids == prompt]
+    return any(
+        not any(end < later.call.index for end in earlier.ends)
+        for earlier, later in pairwise(begun)
+    )
+
+
+def _is_race(view: RequestView) -> bool:
+    """Return whether the calls that lost no race continue each other and make exactly the sample
+    (``rollproof.judging.races``).
+    """
+    before, aside, undecided = list(view.attempts), list(view.set_aside), view.undecided_race
+    set_aside_losers(view)
+    answer = (
+        view.rollout is not None
+        and view.stitched.response_ids == view.rollout.response_ids
+        and fit_together(view)
+    )
+    view.set_aside, view.undecided_race = aside, undecided
+    set_attempts(view, before)
+    return answer
+
+
+def _chains(view: RequestView) -> tuple[list[_Chain], bool]:
+    """Return the chains, and whether each call continues one of them alone.
+
+    No chain is returned if a call continues none: then it is at fault, or a copy of another one.
+    """
+    chains: list[_Chain] = []
+    prompt = view.request.prompt_ids
+    certain = True
+    for attempt in view.attempts:
+        sent, moment = attempt.call.prompt_ids, attempt.call.index
+        open_chains = [chain for chain in chains if chain.known_at(moment) == sent]
+        if not open_chains:
+            if sent != prompt:
+                return [], False
+            chains.append(_Chain([attempt]))
+            continue
+        # what an engine has ended is not resumed, if another chain with these tokens was aborted
+        aborted = [chain for chain in open_chains if _finish(chain) is FinishReason.ABORT]
+        candidates = aborted or open_chains
+        # chains without tokens are alike; of others the tokens may be equal and the values not
+        certain = certain and (sent == prompt or len(candidates) == 1)
+        candidates[0].calls.append(attempt)
+    return chains, certain
+
+
+def _fit(view: RequestView, chain: _Chain) -> _Fit:
+    """Return how well a chain makes the sample, the tokens before their values: whether it holds
+    all that the chain brought, whether it is a part of that, how many leading tokens, logprobs,
+    rows and version tags agree, and whether the reasons of their ends do.
+    """
+    response = () if view.rollout is None else view.rollout.response_ids
+    tokens = tuple(token for token, _, _ in _tokens(chain))
+    agree = next(
+        (i for i, (a, b) in enumerate(zip(tokens, response, strict=False)) if a != b),
+        min(len(tokens), len(response)),
+    )
+    values = [
+        values_of(view, call, len(call.call.prompt_ids))
+        for call in chain.calls
+        if call.consumed is not None
+    ]
+    finish = None if view.rollout is None else view.rollout.finish_reason
+    return (
+        view.rollout is not None and tokens == response,
+        agree == len(response),
+        agree,
+        sum(logprobs for logprobs, _, _ in values),
+        sum(rows for _, rows, _ in values),
+        sum(tags for _, _, tags in values),
+        _finish(chain) == finish,
+    )
+
+
+def _outcome(chain: _Chain) -> tuple[Sequence[_Token], FinishReason | None]:
+    return list(_tokens(chain)), _finish(chain)
+
+
+def _tokens(chain: _Chain) -> Iterator[_Token]:
+    """Yield the tokens of a chain with their logprobs and labels."""
+    for call in chain.calls:
+        reply = call.consumed
+        if reply is None:
+            continue
+        output, size = reply.output, len(reply.output.token_ids)
+        logprobs = np.zeros(size) if output.logprobs is None else output.logprobs
+        labels = spread(output.spans, size) if output.spans else [output.version] * size
+        yield from zip(output.token_ids, logprobs.tolist(), labels, strict=False)
+
+
+def _finish(chain: _Chain) -> FinishReason | None:
+    reply = next((c.consumed for c in reversed(chain.calls) if c.consumed is not None), None)
+    return None if reply is None else reply.output.finish_reason
