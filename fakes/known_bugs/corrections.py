@@ -61,6 +61,19 @@ class _CorrectionBoundOfLogarithm(_Tis):
         return np.minimum(raw, np.exp(2.0)).astype(raw.dtype)
 
 
+class _CorrectionLogBoundOfTokens(RowwiseCorrection):
+    contract: ClassVar[Contract] = correction_contract(level="sequence", log_bound=20.0)
+
+    def log_ratios(self, batch: CorrectionBatch, trained: Bools) -> Floats:
+        # each token is bounded before the sum, which is exponentiated as it is
+        found: Floats = np.clip(super().log_ratios(batch, trained), -20, 20)
+        return found
+
+    def exponential(self, power: Floats) -> Floats:
+        found: Floats = np.exp(power)
+        return found
+
+
 class _CorrectionOnPolicyShortcut(_Tis):
     def spread(self, weights: Floats, trained: Bools) -> Any:
         # nothing to correct, so nothing is filled in
@@ -363,6 +376,15 @@ BUGS = (
         refs=("cf. verl#3694",),
         make=_CorrectionBoundOfLogarithm,
         detected_by=("correction.bounds",),
+        kind="corrections",
+    ),
+    KnownBug(
+        id="correction-log-bound-of-tokens",
+        summary="The log ratio of each token is bounded, and the product of a sequence is not.",
+        refs=("own",),
+        make=_CorrectionLogBoundOfTokens,
+        detected_by=("correction.bounds",),
+        may_fail=("correction.finite",),
         kind="corrections",
     ),
     KnownBug(

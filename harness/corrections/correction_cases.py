@@ -216,7 +216,8 @@ _Made = Iterator[tuple[str, Inputs]]
 
 def _formula(maker: _Maker, _number: int) -> _Made:
     # one sequence and no padding: what is wrong here is the formula
-    for shape in ((1, 1), (1, 2), (1, 5), (1, 16)):
+    # the longest is wider than a length that a stack may round or cap at
+    for shape in ((1, 1), (1, 2), (1, 5), (1, 16), (1, 33)):
         yield f"a sequence of {shape[1]} trained tokens", maker.drawn(shape)
 
 
@@ -242,11 +243,16 @@ def _direction(maker: _Maker, number: int) -> _Made:
 def _bounds(maker: _Maker, number: int) -> _Made:
     terms = maker.terms
     edges = [float(np.log(bound)) for bound in (terms.lower, terms.upper) if bound is not None]
+    log_bound = _observable_log_bound(terms)
+    edges += [] if log_bound is None else [log_bound]
     if not edges or not terms.weights:
         return
     # 0.03 finds a bound that is a little off, and is more than float16 rounds away
     steps = (0.03, 0.4, 2.0, 5.0)
     logs = np.array([edge + sign * step for edge in edges for step in steps for sign in (-1, 1)])
+    if log_bound is not None:
+        # weights below it are as good as 0, and some stacks bound from above only
+        logs = logs[logs > -log_bound]
     if terms.level is Level.TOKEN:
         yield "ratios on both sides of the bounds", maker.batch(logs[None, :])
         return
@@ -257,6 +263,12 @@ def _bounds(maker: _Maker, number: int) -> _Made:
             f"a sequence with a log ratio of {log:.3g}",
             maker.batch(np.full((1, length), share)),
         )
+
+
+def _observable_log_bound(terms: CorrectionTerms) -> float | None:
+    """Return the log bound if it limits weights that no upper bound clamps before."""
+    bound = terms.log_bound
+    return None if bound is None or (terms.upper or np.inf) <= np.exp(bound) else bound
 
 
 def _rejection(maker: _Maker, number: int) -> _Made:
@@ -290,6 +302,11 @@ def _padding(maker: _Maker, _number: int) -> _Made:
         mask[2] = 0
     inputs = maker.drawn(mask.shape, mask)
     yield "masked places hold other logprobs", maker.with_garbage(inputs)
+    wide = maker.mask([5, 37, 2], 70, holes=True)
+    yield (
+        "masked places hold other logprobs, in a wide batch",
+        maker.with_garbage(maker.drawn(wide.shape, wide)),
+    )
 
 
 def _normalisation(maker: _Maker, number: int) -> _Made:

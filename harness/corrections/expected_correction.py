@@ -181,6 +181,23 @@ class ExpectedCorrection:
         )
 
     @cached_property
+    def beyond_log_bound(self) -> BoolArray:
+        """Trained tokens whose log ratio is above the log bound, which limits the raw weight."""
+        bound = self.terms.log_bound
+        if bound is None:
+            return np.zeros_like(self.trained)
+        return self.trained & (self._log_weight.value > bound)
+
+    @cached_property
+    def at_log_bound(self) -> BoolArray:
+        """Trained tokens whose log ratio may be on either side of the log bound."""
+        bound, log = self.terms.log_bound, self._log_weight
+        if bound is None:
+            return np.zeros_like(self.trained)
+        slack = SAFETY * log.error + 4 * self.unit * bound
+        return self.trained & (np.abs(np.abs(log.value) - bound) <= slack)
+
+    @cached_property
     def at_bound(self) -> BoolArray:
         """Trained tokens whose raw weight may be on either side of a bound."""
         value, error = self.raw.value, self.raw.error

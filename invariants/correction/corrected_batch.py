@@ -5,14 +5,21 @@ corrections.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import permutations
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rollproof.core.contract import Contract
-from rollproof.core.correction_terms import CorrectionTerms, Normalise
+from rollproof.core.correction_terms import (
+    CorrectionTerms,
+    Gradient,
+    LossKind,
+    Normalise,
+    Pair,
+)
 from rollproof.core.events.corrections import Corrected, Purpose
 from rollproof.core.records import FloatArray, Scalar
 from rollproof.corrections.expected_correction import BoolArray, ExpectedCorrection, Inputs
@@ -22,12 +29,18 @@ from rollproof.invariants._shared.phrases import share
 from rollproof.judging.checks import Check, Collector, trace_check
 
 __all__ = [
+    "POLICIES",
     "CorrectedBatch",
     "compare_weights",
     "correction_check",
     "first_place",
+    "follows_from_pair",
     "has_weights",
+    "pair_names",
 ]
+
+POLICIES = ("rollout", "old", "current")
+"""The names of the logprobs of a batch."""
 
 _MOST_SHARED = 8
 """Results that the checks of a trace share: each reads an event before the next event comes."""
@@ -91,6 +104,39 @@ class CorrectedBatch:
             return np.zeros_like(found)
         return found
 
+    @cached_property
+    def other_pair(self) -> tuple[str, CorrectedBatch] | None:
+        """The pair of logprobs, other than the declared one, of which these are the weights; and
+        the batch as if that pair were declared.
+
+        ``correction.direction`` reports it. What else it breaks is no fault of its own.
+        """
+        if self.event.weights is None or not self.settled:
+            return None
+        logs = {name: getattr(self.event, name) for name in POLICIES}
+        # neither gradients nor a loss are compared, and some fit no pair without current logprobs
+        terms = replace(
+            self.terms, pair=Pair.OLD_ROLLOUT, gradient=Gradient.NONE, loss=LossKind.NONE
+        )
+        for first, second in permutations(POLICIES, 2):
+            if (first, second) == pair_names(self.terms.pair):
+                continue
+            event = replace(self.event, old=logs[first], rollout=logs[second])
+            other = CorrectedBatch(event, terms)
+            if other.explains_weights():
+                return f"{first} over {second}", other
+        return None
+
+    def explains_weights(self) -> bool:
+        """Return whether the weights are exactly these, and not by bounds and rejection alone."""
+        expected = self.expected
+        bounded = expected.outside[0] | expected.outside[1] | expected.beyond_log_bound
+        free = self.decided & ~bounded & ~expected.rejected & ~expected.at_bound
+        with np.errstate(invalid="ignore", over="ignore"):
+            off = np.abs(self.unscaled - expected.weights.value)
+            # not within ROUGH, as elsewhere: a near pair would agree by chance
+            return bool(free.any() and (off <= expected.weights.error)[self.decided].all())
+
     def place(self, at: tuple[int, int] | None = None, **more: Scalar) -> dict[str, Scalar]:
         """Return the place of a finding: the case, the sequence and the token."""
         found: dict[str, Scalar] = {"case": self.event.name}
@@ -147,6 +193,10 @@ def compare_weights(
         return
     at = first_place(wrong)
     more = "" if explain is None else explain(at)
+    if batch.other_pair is not None:
+        name = batch.other_pair[0]
+        title, more = "the weights are of another pair of logprobs", f"; this is {name}"
+        hint = follows_from_pair(name)
     slack = max(expected.error[at], ROUGH * expected.value[at])
     out.finding(
         title,
@@ -158,6 +208,18 @@ def compare_weights(
         where=batch.place(at),
         hint=hint,
     )
+
+
+def pair_names(pair: Pair) -> tuple[str, str]:
+    """Return the names of the two policies of a pair."""
+    # an interpolated policy has no logprobs of its own
+    first, second = str(pair).split("/")
+    return first, second
+
+
+def follows_from_pair(name: str) -> str:
+    """Return the hint of a finding that follows from weights of the pair ``name``."""
+    return f"All weights of this batch are of {name}: see correction.direction, and repair that."
 
 
 def has_weights(contract: Contract) -> str | None:

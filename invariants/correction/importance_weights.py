@@ -12,18 +12,19 @@ from rollproof.core.correction_terms import (
     MaskedWeights,
     Missing,
     Normalise,
-    Pair,
 )
 from rollproof.core.events.corrections import Purpose
 from rollproof.core.records import FloatArray
 from rollproof.corrections.rounding import ROUGH
 from rollproof.invariants._shared.phrases import share
 from rollproof.invariants.correction.corrected_batch import (
+    POLICIES,
     CorrectedBatch,
     compare_weights,
     correction_check,
     first_place,
     has_weights,
+    pair_names,
 )
 from rollproof.judging.checks import Collector
 
@@ -37,7 +38,6 @@ __all__ = [
     "correction_weights",
 ]
 
-_POLICIES = ("rollout", "old", "current")
 _ENOUGH = 5
 """Weights that another formula is not near to by chance, all at once."""
 
@@ -147,9 +147,9 @@ def correction_direction(batch: CorrectedBatch, out: Collector) -> None:
     # a pair is recognised by all weights together: one that is in doubt spoils it
     if not batch.decided.all() or _agree(batch, batch.weights, expected.weights.value):
         return
-    logs = {name: getattr(batch.event, name) for name in _POLICIES}
-    declared = _pair_names(batch.terms.pair)
-    for first, second in permutations(_POLICIES, 2):
+    logs = {name: getattr(batch.event, name) for name in POLICIES}
+    declared = pair_names(batch.terms.pair)
+    for first, second in permutations(POLICIES, 2):
         if (first, second) == declared:
             continue
         ratio = np.exp(logs[first] - logs[second])
@@ -172,12 +172,6 @@ def correction_direction(batch: CorrectedBatch, out: Collector) -> None:
             return
 
 
-def _pair_names(pair: Pair) -> tuple[str, str]:
-    # an interpolated policy has no column of its own
-    first, second = str(pair).split("/")
-    return first, second
-
-
 def _agree(batch: CorrectedBatch, weights: FloatArray, ratio: FloatArray) -> bool:
     """Return whether weights are these ratios, up to the factor of a normalisation."""
     expected = batch.expected
@@ -193,7 +187,9 @@ def _agree(batch: CorrectedBatch, weights: FloatArray, ratio: FloatArray) -> boo
 
 def _has_bounds(contract: Contract) -> str | None:
     terms = contract.correction
-    if terms is None or (terms.weights and (terms.lower, terms.upper) != (None, None)):
+    if terms is None or (
+        terms.weights and (terms.lower, terms.upper, terms.log_bound) != (None, None, None)
+    ):
         return None
     return has_weights(contract) or "the contract declares no bounds of the weights"
 
@@ -203,8 +199,8 @@ def _has_bounds(contract: Contract) -> str | None:
     Purpose.BOUNDS,
     Purpose.EXTREME,
     promise=(
-        "A weight beyond a declared bound is clamped to it, on the side that the bound is on; a"
-        " weight within is left as it is."
+        "A weight beyond a declared bound is clamped to it, on the side that the bound is on, and"
+        " a log ratio above the log bound to that; a weight within is left as it is."
     ),
     exercised_by=("weights beyond a bound", "weights near a bound, within it"),
     applies=_has_bounds,
@@ -212,13 +208,13 @@ def _has_bounds(contract: Contract) -> str | None:
 def correction_bounds(batch: CorrectedBatch, out: Collector) -> None:
     """Compare weights on both sides of the bounds."""
     expected = batch.expected
-    beyond = expected.outside[0] | expected.outside[1]
+    beyond = expected.outside[0] | expected.outside[1] | expected.beyond_log_bound
     sure = batch.decided & ~expected.at_bound
     if batch.terms.rejects_weights:
         # correction.mask judges these
         sure &= ~expected.rejected
     if not sure.any():
-        out.inapplicable("by the contract, every weight near a bound is rejected")
+        out.inapplicable("by the contract, every weight near a bound is rejected, or overflows")
         return
     for counter, chosen, title in (
         ("weights beyond a bound", sure & beyond, "a weight beyond a bound is not clamped to it"),

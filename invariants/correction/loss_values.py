@@ -14,6 +14,7 @@ from rollproof.invariants.correction.corrected_batch import (
     CorrectedBatch,
     correction_check,
     first_place,
+    follows_from_pair,
     has_weights,
 )
 from rollproof.judging.checks import Collector
@@ -60,7 +61,8 @@ def correction_detached(batch: CorrectedBatch, out: Collector) -> None:
     if "current" not in found:
         return
     gradient = found["current"]
-    if batch.expected.at_bound.any() or batch.expected.undecided.any():
+    unsure = batch.expected.at_bound | batch.expected.at_log_bound | batch.expected.undecided
+    if unsure.any():
         return
     exact = batch.expected.pulled(batch.event.advantages)
     error = np.abs(exact) * batch.expected.unit * 64 * max(gradient.shape[1], 1)
@@ -71,7 +73,8 @@ def correction_detached(batch: CorrectedBatch, out: Collector) -> None:
     wrong &= batch.expected.trained
     if wrong.any():
         at = first_place(wrong)
-        clamped = bool(batch.expected.outside[0][at] or batch.expected.outside[1][at])
+        below, above = batch.expected.outside
+        clamped = bool((below | above | batch.expected.beyond_log_bound)[at])
         out.finding(
             (
                 "a gradient flows through a weight that a bound clamps"
@@ -222,6 +225,16 @@ def correction_metrics(batch: CorrectedBatch, out: Collector) -> None:
         if abs(seen - value) <= error:
             continue
         empty = int((batch.expected.lengths == 0).sum())
+        pair = _pair_of(batch, metric, seen)
+        if pair is not None:
+            out.finding(
+                f"{name} is of another pair of logprobs",
+                expected=f"{value:.6g}, within {error:.2g}: {Metric(metric)}",
+                observed=f"{seen:.6g}: {metric} of {pair}",
+                where=batch.place(metric=name),
+                hint=follows_from_pair(pair),
+            )
+            continue
         out.finding(
             f"{name} is not {metric}",
             expected=f"{value:.6g}, within {error:.2g}: {Metric(metric)}",
@@ -235,3 +248,12 @@ def correction_metrics(batch: CorrectedBatch, out: Collector) -> None:
                 f"{name} counts sequences without trained tokens" if empty else f"{name} is wrong"
             ),
         )
+
+
+def _pair_of(batch: CorrectedBatch, metric: Metric, seen: float) -> str | None:
+    """Return the pair of which the weights of the batch are, if this number is of it as well."""
+    if batch.other_pair is None:
+        return None
+    name, other = batch.other_pair
+    found = ExpectedMetrics(other.expected).value(metric)
+    return name if found is not None and abs(seen - found[0]) <= found[1] else None

@@ -13,6 +13,7 @@ from rollproof.invariants.correction.corrected_batch import (
     compare_weights,
     correction_check,
     first_place,
+    follows_from_pair,
 )
 from rollproof.judging.checks import Collector
 
@@ -68,6 +69,9 @@ def compare_kept(
                 continue
             at = first_place(wrong)
             log = expected.log_ratio.value
+            if batch.other_pair is not None:
+                title = "tokens are rejected by another pair of logprobs"
+                hint = follows_from_pair(batch.other_pair[0])
             out.finding(
                 title,
                 expected=words,

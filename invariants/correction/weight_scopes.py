@@ -15,6 +15,7 @@ from rollproof.invariants.correction.corrected_batch import (
     compare_weights,
     correction_check,
     first_place,
+    follows_from_pair,
     has_weights,
 )
 from rollproof.judging.checks import Applies, Collector
@@ -112,13 +113,16 @@ def correction_padding(batch: CorrectedBatch, out: Collector) -> None:
         wrong = sure & ((event.kept != 0) != expected.kept)
     if wrong.any():
         at = first_place(wrong)
-        trained = bool(expected.trained[at])
+        title = (
+            "masked places reject a trained token"
+            if expected.trained[at]
+            else "the mask trains a token that was masked"
+        )
+        if batch.other_pair is not None:
+            title = "tokens are rejected by another pair of logprobs"
+            hint = follows_from_pair(batch.other_pair[0])
         out.finding(
-            (
-                "masked places reject a trained token"
-                if trained
-                else "the mask trains a token that was masked"
-            ),
+            title,
             expected=f"mask {int(expected.kept[at])}",
             observed=f"mask {event.kept[at]:g}; wrong for {int(wrong.sum())} tokens",
             where=batch.place(at),

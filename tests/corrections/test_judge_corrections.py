@@ -99,6 +99,100 @@ def test_tensors_are_judged_with_their_gradients() -> None:
     assert 0 == judge_corrections(kept).exit_code
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("arrays", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("low", "high", "failed"),
+    [
+        (-20.0, 20.0, set()),
+        # weights below the bound are as good as 0
+        (-np.inf, 20.0, set()),
+        (-20.0, np.inf, {"correction.bounds"}),
+        (-5.0, 5.0, {"correction.bounds"}),
+    ],
+)
+def test_a_log_bound_is_judged_where_no_upper_bound_hides_it(
+    level: str, arrays: str, low: float, high: float, failed: set[str]
+) -> None:
+    """Another bound, or none, fails above it and below; declared gradients stop at it."""
+    terms = {"pair": "current/rollout", "level": level, "log_bound": 20.0, "arrays": arrays}
+    if arrays == "torch":
+        pytest.importorskip("torch")
+        terms["gradient"] = "current"
+
+    def correct(batch: CorrectionBatch) -> Correction:
+        logs = batch.mask * (batch.current - batch.rollout)
+        if level != "token":
+            logs = logs.sum(-1).reshape(-1, 1)
+        if level == "geometric":
+            logs = logs / batch.mask.sum(-1).clip(min=1).reshape(-1, 1)
+        logs = logs.clip(low, high)
+        return Correction(weights=np.exp(logs) if arrays == "numpy" else logs.exp())
+
+    report = judge_corrections(correction_function(correct, **terms))
+    # a clamp is in the gradient, too, and what is not bounded overflows float32
+    assert failed == _failed(report) - {"correction.detached", "correction.finite"}
+
+
+def test_a_log_bound_that_no_weight_shows_is_not_judged() -> None:
+    """An upper bound clamps the same weights before."""
+
+    def correct(batch: CorrectionBatch) -> Correction:
+        logs = np.where(batch.mask == 1, batch.old - batch.rollout, 0).sum(-1)
+        return Correction(weights=np.minimum(np.exp(logs), 2.0))
+
+    terms = {"level": "sequence", "upper": 2.0, "log_bound": 20.0}
+    assert 0 == judge_corrections(correction_function(correct, **terms)).exit_code
+
+
+def test_batches_are_wider_than_a_fixed_length() -> None:
+    """Weights of 16 tokens and more are judged, in a wide batch those of short sequences too."""
+
+    def correct(batch: CorrectionBatch, *, most: int) -> Correction:
+        logs = np.where(batch.mask == 1, batch.old - batch.rollout, 0)
+        total = logs[:, :most].sum(-1, keepdims=True)
+        return Correction(weights=np.minimum(np.exp(total), 4.0))
+
+    terms = {"level": "sequence", "upper": 4.0}
+    right = correction_function(lambda batch: correct(batch, most=70), **terms)
+    wrong = correction_function(lambda batch: correct(batch, most=32), **terms)
+    assert 0 == judge_corrections(right).exit_code
+    assert {"correction.weights", "correction.padding"} == _failed(judge_corrections(wrong))
+
+
+def test_what_follows_from_another_pair_says_so() -> None:
+    """Every finding of weights, masks and metrics refers to the check that names the pair."""
+
+    def correct(batch: CorrectionBatch) -> Correction:
+        trained = batch.mask == 1
+        ratio = np.exp(np.where(trained, batch.current - batch.rollout, 0))
+        rejected = trained & ((ratio < 0.5) | (ratio > 3.0))
+        weights = np.where(rejected, 0, ratio) * trained
+        return Correction(
+            weights=weights,
+            mask=trained & ~rejected,
+            metrics={"mean": weights.sum() / trained.sum()},
+        )
+
+    terms = {"rejections": Rejection(lower=0.5, upper=3.0), "rejects_by": "both"}
+    report = judge_corrections(
+        correction_function(correct, **terms, masked="zero", metrics={"mean": "weights-mean"})
+    )
+    assert {
+        f"correction.{name}"
+        for name in ("direction", "mask", "metrics", "padding", "rows", "weights")
+    } == _failed(report)
+    direction, *others = sorted(report.failed, key=lambda result: result.id)
+    assert "the ratio is of another pair of logprobs" == direction.findings[0].title
+    hints = {finding.hint for result in others for finding in result.findings}
+    assert hints == {
+        (
+            "All weights of this batch are of current over rollout: see correction.direction, and"
+            " repair that."
+        )
+    }
+
+
 def test_a_subject_gets_arrays_of_its_own() -> None:
     """What it writes is reported, and reaches no later batch and no trace."""
 
@@ -235,7 +329,7 @@ def test_a_trace_of_corrections_can_be_stored(tmp_path: Path, ending: str) -> No
     """What is read again is judged alike."""
     trace = record_corrections(REFERENCES["token-tis-correction"], profile="pr")
     spoiled = trace.with_events(
-        replace(event, weights=event.weights * np.where(np.arange(11) == 0, 2, 1))
+        replace(event, weights=event.weights * np.where(np.arange(event.mask.shape[1]) == 0, 2, 1))
         if isinstance(event, Corrected) and event.purpose is Purpose.PADDING
         else event
         for event in trace
