@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,14 @@ class _LayoutRemainderDropped(MegatronLike):
         microbatches = super().microbatches(layout, lengths, most)
         # as drop_last in a data loader does
         return microbatches[:-1] if len(microbatches) > 1 else microbatches
+
+
+class _LayoutLongSampleDropped(MegatronLike):
+    def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> list[list[int]]:
+        # what fits into no bin is in none
+        fitting = [i for i, length in enumerate(lengths) if length <= most]
+        parts = super().microbatches(layout, [lengths[i] for i in fitting], most)
+        return [[fitting[i] for i in part] for part in parts]
 
 
 class _LayoutPermutationAppliedTwice(MegatronLike):
@@ -67,6 +76,14 @@ class _LayoutIdsInEightBits(MegatronLike):
         return ids.astype(np.uint8)
 
 
+class _LayoutSignedIds(MegatronLike):
+    layout = replace(MegatronLike.layout, num_experts=160)
+
+    def compact(self, layout: Layout, ids: IntArray) -> IntArray:
+        # 160 experts fit into 8 bits, and not into 7
+        return ids.astype(np.int8 if layout.num_experts <= 160 else np.int16)
+
+
 class _LayoutBytesTakenForIds(MegatronLike):
     def compact(self, layout: Layout, ids: IntArray) -> IntArray:
         # each id becomes two: its low and its high byte
@@ -108,6 +125,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("AReno#524",),
         kind="layouts",
         make=_LayoutRemainderDropped,
+        only=("microbatches",),
+        detected_by=("layout.microbatches",),
+    ),
+    KnownBug(
+        id="layout-long-sample-dropped",
+        summary="A sample that is longer than a microbatch is left out.",
+        refs=("own",),
+        kind="layouts",
+        make=_LayoutLongSampleDropped,
         only=("microbatches",),
         detected_by=("layout.microbatches",),
     ),
@@ -159,6 +185,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl#7407", "ms-swift#9981", "prime-rl#3051"),
         kind="layouts",
         make=_LayoutIdsInEightBits,
+        only=("compact",),
+        detected_by=("layout.expert-ids",),
+    ),
+    KnownBug(
+        id="layout-signed-ids",
+        summary="Expert ids of up to 160 experts are stored in a signed byte, which holds 128.",
+        refs=("own",),
+        kind="layouts",
+        make=_LayoutSignedIds,
         only=("compact",),
         detected_by=("layout.expert-ids",),
     ),

@@ -329,7 +329,8 @@ class MegatronLike:
         """Return the samples of each microbatch, filled in order."""
         out: list[list[int]] = [[]]
         for i, length in enumerate(lengths):
-            if sum(lengths[j] for j in out[-1]) + length > most:
+            # a sample that is too long is alone, and leaves no empty microbatch in front of it
+            if out[-1] and sum(lengths[j] for j in out[-1]) + length > most:
                 out.append([])
             out[-1].append(i)
         return out

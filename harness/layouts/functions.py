@@ -334,7 +334,7 @@ _TABLE = (
         name="microbatches",
         does=(
             "lengths of samples and the most tokens of a microbatch -> the samples of each"
-            " microbatch, as lists of indexes"
+            " microbatch, as lists of indexes; a sample with more tokens is refused, or alone"
         ),
         arguments=lambda call: {"lengths": list(call.lengths), "most": call.most},
         returned=as_lists,

@@ -30,10 +30,13 @@ from rollproof.layouts.sizes import (
     with_model,
 )
 
-__all__ = ["FEW_COLUMNS", "coding_for", "layout_calls"]
+__all__ = ["FEW_COLUMNS", "LONG_SAMPLE", "coding_for", "layout_calls"]
 
 FEW_COLUMNS = "two layers fewer than declared"
 """A defect of payloads. One layer fewer could be a payload of MoE layers after a dense layer."""
+
+LONG_SAMPLE = "a sample longer than a microbatch"
+"""A case of microbatches."""
 
 _Maker: TypeAlias = "Callable[[Layout, np.random.Generator | None], Iterator[Call]]"
 """Calls for one function: all of the small scope without a generator, or those of one random draw
@@ -306,6 +309,9 @@ def _microbatches(layout: Layout, random: np.random.Generator | None) -> Iterato
     )
     for lengths in drawn:
         yield _call(sized, lengths=lengths, most=max(lengths) + 3)
+    if random is None:
+        for lengths in ((9,), (2, 9, 3), (7, 2, 8, 1)):
+            yield _call(sized, lengths=lengths, most=5, case=LONG_SAMPLE)
 
 
 def _parts(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
@@ -343,7 +349,8 @@ def _keep(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
 def _compact(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     if random is None:
         # uint8 holds the ids of 256 experts (verl#5240, verl#7407, prime-rl#3051)
-        for experts in (8, 255, 256, 257, 384, 512):
+        # and the type may be chosen for the subject's own number, such as int8 for 128
+        for experts in sorted({8, 255, 256, 257, 384, 512, layout.num_experts}):
             if experts >= layout.top_k:
                 yield _call(
                     replace(with_model(layout, 1, {}), num_experts=experts),

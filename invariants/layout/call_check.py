@@ -4,6 +4,7 @@ checks of layouts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,6 +52,20 @@ class LayoutCall:
     def settled(self) -> bool:
         """Whether the function returned something of the right kind on sound input."""
         return self.event.refused is None and self.event.misfit is None and not self.call.defect
+
+    @property
+    def other_multiples(self) -> dict[str, int]:
+        """Multiples of which lengths could be in place of the declared one, by name."""
+        mesh = self.layout.mesh
+        return {
+            "1": 1,
+            "tp": mesh.tp,
+            "cp": mesh.cp,
+            "2 * cp": 2 * mesh.cp,
+            "tp * cp": mesh.tp * mesh.cp,
+            "dp": mesh.dp,
+            "lcm(tp, 2 * cp)": math.lcm(mesh.tp, 2 * mesh.cp),
+        }
 
     def before_tensor_slice(self, cp: int | None = None) -> Source:
         """Return the rows of a context-parallel rank (default: the call's) before any slice over

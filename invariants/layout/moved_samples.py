@@ -15,6 +15,7 @@ from rollproof.invariants.layout.call_check import (
 )
 from rollproof.judging.checks import Collector
 from rollproof.layouts.functions import FUNCTIONS
+from rollproof.layouts.layout_cases import LONG_SAMPLE
 from rollproof.layouts.sources import Source
 
 __all__ = [
@@ -32,7 +33,10 @@ __all__ = [
 @layout_check(
     "layout.microbatches",
     functions=("microbatches",),
-    promise="Every sample is in exactly one microbatch, and none has more tokens than allowed.",
+    promise=(
+        "Every sample is in exactly one microbatch, and none has more tokens than allowed. A sample"
+        " with more is refused, or alone in its microbatch."
+    ),
     exercised_by="samples divided",
 )
 def layout_microbatches(record: LayoutCall, out: Collector) -> None:
@@ -54,10 +58,10 @@ def layout_microbatches(record: LayoutCall, out: Collector) -> None:
         return
     for part in parts:
         tokens = sum(lengths[i] for i in part)
-        if tokens > record.call.most:
+        if tokens > record.call.most and len(part) > 1:
             out.finding(
                 "a microbatch has more tokens than allowed",
-                expected=f"at most {record.call.most}",
+                expected=f"at most {record.call.most}, or a single sample",
                 observed=f"{tokens} in samples {part}",
                 where=record.place(),
                 hint="The limit is what fits into the rank's memory.",
@@ -153,6 +157,11 @@ def _is_uneven(record: LayoutCall) -> bool:
     return record.event.function == "divide" and len(record.call.lengths) % record.call.parts != 0
 
 
+def _may_be_refused(record: LayoutCall) -> bool:
+    """Return whether a framework may require what this sound input lacks."""
+    return _is_uneven(record) or record.call.case == LONG_SAMPLE
+
+
 def _check_completeness(record: LayoutCall, out: Collector, owners: list[int | None]) -> None:
     """Check that every sample is there once; a filter also keeps the order of its indexes.
 
@@ -231,7 +240,7 @@ def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
 )
 def layout_accepts(record: LayoutCall, out: Collector) -> None:
     """Report sound input that was refused."""
-    if record.call.defect or (_is_uneven(record) and record.event.refused is not None):
+    if record.call.defect or (_may_be_refused(record) and record.event.refused is not None):
         return
     out.exercised("sound calls")
     if record.event.refused is not None:

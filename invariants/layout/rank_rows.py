@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from rollproof.errors import LayoutError
 from rollproof.invariants._shared.phrases import count
 from rollproof.invariants.layout.call_check import (
     LayoutCall,
@@ -18,9 +19,9 @@ from rollproof.invariants.layout.call_check import (
     layout_check,
 )
 from rollproof.judging.checks import Collector
-from rollproof.layouts.padding import Side
-from rollproof.layouts.row_slices import Context, Order, flat_rows
-from rollproof.layouts.sources import Source
+from rollproof.layouts.padding import Side, cumulative_lengths
+from rollproof.layouts.row_slices import Context, Order, context_rows, flat_rows
+from rollproof.layouts.sources import Indexes, Source
 
 __all__ = [
     "layout_context",
@@ -67,6 +68,55 @@ def layout_context(record: LayoutCall, out: Collector) -> None:
     )
 
 
+def _merged_multiple(record: LayoutCall) -> str | None:
+    """Return the multiple, other than the declared one, whose padded lengths explain merged rows
+    that are wrong.
+    """
+    layout, lengths = record.layout, record.call.lengths
+    right = [Source.whole(i, length) for i, length in enumerate(lengths)]
+    if not layout.packed or _holds(record, right):
+        return None
+    pieces = [record.before_tensor_slice(cp) for cp in range(layout.mesh.cp)]
+    for name, multiple in record.other_multiples.items():
+        if multiple == layout.alignment.multiple(layout.mesh):
+            continue
+        cumulative = cumulative_lengths(lengths, multiple)
+        try:
+            merged = _merged(pieces, cumulative, layout.context)
+        # lengths that do not divide, or for which there are too few rows
+        except (LayoutError, IndexError):
+            continue
+        samples = [
+            merged[start : start + length]
+            for start, length in zip(cumulative, lengths, strict=False)
+        ]
+        if _holds(record, samples):
+            return f"{name} = {multiple}" if name != "1" else name
+    return None
+
+
+def _merged(pieces: list[Source], cumulative: Indexes, context: Context) -> Source:
+    """Return packed rows of the lengths ``cumulative``, read from the rows of each rank. Raises
+    ``LayoutError`` or ``IndexError`` if that cannot be.
+    """
+    merged = Source.padding(int(cumulative[-1]))
+    for cp, piece in enumerate(pieces):
+        places = context_rows(context, cumulative, len(pieces), cp)
+        rows = piece[np.arange(len(places))]
+        merged.sample[places], merged.position[places] = rows.sample, rows.position
+    return merged
+
+
+def _holds(record: LayoutCall, samples: list[Source]) -> bool:
+    """Return whether the function returned exactly these samples."""
+    parts, coding = record.event.out, record.call.coding
+    return len(parts) == len(samples) and all(
+        part.shape == (len(source), coding.columns, coding.width)
+        and np.array_equal(coding.decode(part), record.cells(source))
+        for part, source in zip(parts, samples, strict=True)
+    )
+
+
 def _other_divisions(record: LayoutCall) -> dict[str, Callable[[], Source]]:
     """Return what the rank would hold under the other divisions."""
     layout, call = record.layout, record.call
@@ -99,6 +149,23 @@ def _other_ranks(record: LayoutCall) -> dict[str, Callable[[], Source]]:
 )
 def layout_context_merge(record: LayoutCall, out: Collector) -> None:
     """Compare merged rows with each sample's own order."""
+    if (multiple := _merged_multiple(record)) is not None:
+        lengths = len(record.call.lengths)
+        out.exercised("rows compared", sum(record.call.lengths))
+        out.finding(
+            "rows of context-parallel ranks are merged by other padded lengths",
+            expected=(
+                f"{count(lengths, 'sequence')} padded to multiples of"
+                f" {record.layout.alignment.multiple(record.layout.mesh)}"
+            ),
+            observed=f"rows as multiples of {multiple} give",
+            where=record.place(),
+            hint=(
+                "The order is right, and the padding is not: merge by the lengths to which the"
+                " rows were padded before they were divided (layout.alignment)."
+            ),
+        )
+        return
     compare_parts(
         record,
         out,

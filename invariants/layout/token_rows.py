@@ -411,16 +411,7 @@ def _ranks(record: LayoutCall) -> int:
 
 def _multiple(record: LayoutCall, rows: int) -> str:
     """Return which other multiple would give this number of rows, in words."""
-    mesh = record.layout.mesh
-    choices = {
-        "1": 1,
-        "tp": mesh.tp,
-        "cp": mesh.cp,
-        "2 * cp": 2 * mesh.cp,
-        "tp * cp": mesh.tp * mesh.cp,
-        "dp": mesh.dp,
-    }
-    for name, multiple in choices.items():
+    for name, multiple in record.other_multiples.items():
         total = sum(-(-length // multiple) * multiple for length in record.call.lengths)
         if rows * _ranks(record) == total:
             return f", as multiples of {name} = {multiple} give"

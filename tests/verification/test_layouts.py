@@ -504,6 +504,70 @@ class _OneRank(MegatronLike):
         return None if sizes == (1,) * 5 and layout.mesh.ulysses == 1 else "it runs on one rank"
 
 
+class _LongAlone(MegatronLike):
+    pass
+
+
+class _LongRefused(MegatronLike):
+    def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> Any:
+        if max(lengths) > most:
+            raise ValueError(f"{max(lengths)} tokens do not fit into {most}")
+        return super().microbatches(layout, lengths, most)
+
+
+class _LongLost(MegatronLike):
+    def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> Any:
+        parts = super().microbatches(layout, lengths, most)
+        return [part for part in parts if max(lengths[i] for i in part) <= most]
+
+
+class _LongWithOthers(MegatronLike):
+    def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> Any:
+        return super().microbatches(layout, lengths, max(most, *lengths, 0) + 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "title"),
+    [
+        (_LongAlone, None),
+        (_LongRefused, None),
+        (_LongLost, "a sample is in no microbatch, or in two"),
+        (_LongWithOthers, "a microbatch has more tokens than allowed"),
+    ],
+)
+def test_a_sample_longer_than_a_microbatch_is_refused_or_alone(
+    made: Any, title: str | None
+) -> None:
+    """It may not be lost, and not make a microbatch of several larger than the limit."""
+    calls = [("microbatches", call) for call in layout_calls("microbatches", PLAIN, draws=0)]
+    failed = judge_layouts(made, calls=calls).failed
+    assert ([] if title is None else [title]) == [result.findings[0].title for result in failed]
+
+
+class _MergedByContextSize(MegatronLike):
+    def context_merge(
+        self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
+    ) -> Any:
+        other = replace(layout, alignment=Alignment(by=("2cp",)))
+        return super().context_merge(other, pieces, lengths)
+
+
+def test_rows_that_are_merged_by_other_padded_lengths_are_in_no_other_order() -> None:
+    """The finding names the multiple."""
+    calls = [("context_merge", call) for call in layout_calls("context_merge", PLAIN, draws=0)]
+    (result,) = judge_layouts(_MergedByContextSize, calls=calls).failed
+    titles = {finding.title for finding in result.findings}
+    assert {"rows of context-parallel ranks are merged by other padded lengths"} == titles
+    assert "rows as multiples of 2 * cp = 6 give" == result.findings[0].observed
+
+
+def test_ids_of_the_declared_number_of_experts_are_compared() -> None:
+    """A compact type may be chosen for that number alone."""
+    own = replace(PLAIN, num_experts=129)
+    sizes = {call.layout.num_experts for call in layout_calls("compact", own)}
+    assert {8, 129, 255, 256, 257, 384, 512} == sizes
+
+
 def test_on_one_rank_everything_is_judged_that_needs_no_second_one() -> None:
     """Only slices over ranks and virtual stages are ruled out, and the self-test is seen."""
     report = judge_layouts(_OneRank)
