@@ -20,6 +20,8 @@ __all__ = ["BatchCase", "batch_cases"]
 _LENGTHS = ((3, 4), (1, 6), (5, 1), (4, 4))
 _LONG = (12, 44)
 """A sample that is longer than a small fixed width. Adapters of packers hold lines of 64 tokens."""
+_WIDE = (6, 9)
+"""A sample of at most 16 tokens that leaves room in its batch on both sides of a malformed one."""
 _APART = 32
 """Samples begin at multiples of this many token ids."""
 
@@ -193,7 +195,8 @@ def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:
         if not ruled_out(contract):
             continue
         for alone in (True, False):
-            samples = _Maker(contract, seed + 1).batch((3, 5), (2, 5), (4, 3))
+            # without the room, numpy refuses rows that the conversion itself does not count
+            samples = _Maker(contract, seed + 1).batch((3, 5), (2, 5), _WIDE)
             samples[1] = spoil(samples[1])
             chosen = samples[1:2] if alone else samples
             name = f"{defect}{'' if alone else ', among others'}"

@@ -448,11 +448,13 @@ def _outcome(placed: Placed) -> str:
     sample, total = placed.sample, len(placed.tokens)
     # verl as_dict and ROLL cut silently, with a log line at best.
     if sample.routes is not None and len(sample.routes) > total:
-        return (
-            f"{len(sample.routes)} rows were cut to the tokens"
-            if placed.row.routes is not None
-            else ""
-        )
+        if placed.row.routes is None:
+            return ""
+        behind = int(placed.places[-1]) + 1 if len(placed.places) else 0
+        spilled = placed.row.routes[behind : behind + 1]
+        if len(spilled) and np.array_equal(spilled[0], sample.routes[total]):
+            return f"of {len(sample.routes)} rows those beyond the tokens stand behind the sample"
+        return f"{len(sample.routes)} rows were cut to the tokens"
     if sample.routes is not None and len(sample.routes) < total - 1:
         return _outcome_of_short_routes(placed)
     for field in ("logprobs", "loss_mask"):

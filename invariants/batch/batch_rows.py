@@ -49,6 +49,25 @@ class Placed:
         """
         return tuple(self.row.token_ids[self.places].tolist()) == self.tokens
 
+    @cached_property
+    def unattended(self) -> Places:
+        """``(n,)``: the places of the sample's own tokens at which attention is 0, if the row holds
+        all of its tokens next to each other; otherwise none.
+        """
+        ids, tokens = self.row.token_ids, np.array(self.tokens)
+        if not 0 < len(tokens) <= len(ids):
+            return np.zeros(0, np.int64)
+        starts = np.flatnonzero(
+            (np.lib.stride_tricks.sliding_window_view(ids, len(tokens)) == tokens).all(axis=1)
+        )
+        if not len(starts):
+            return np.zeros(0, np.int64)
+        own = np.arange(starts[0], starts[0] + len(tokens))
+        # attention elsewhere is another fault
+        if not np.isin(self.places, own).all():
+            return np.zeros(0, np.int64)
+        return own[self.row.attention[own] == 0]
+
     @property
     def response_places(self) -> Places:
         """``(response,)``: the places of the response tokens."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollproof.core.contract import Contract, Logprobs
 from rollproof.core.records import FinishReason
-from rollproof.invariants._shared.phrases import count, ranges
+from rollproof.invariants._shared.phrases import count, ranges, share
 from rollproof.invariants.batch.batch_rows import Conversion, Placed, batch_check
 from rollproof.judging.checks import Collector
 
@@ -24,6 +24,8 @@ __all__ = [
 
 _SHORT = 16
 """Tokens of prompt and response for which every conversion has room."""
+_ROUNDED = 1e-2
+"""Relative error of a logprob in bfloat16, which keeps two to three digits."""
 _NEEDS = "Batch events (a BatchSubject, judged by rollproof.verification.batches)"
 
 
@@ -125,6 +127,9 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
         out.exercised("rows compared")
         if placed.sound:
             continue
+        if len(placed.unattended):
+            _report_unattended(batch, out, placed)
+            continue
         row_tokens = placed.row.token_ids[placed.places].tolist()
         owner = next(
             (
@@ -171,6 +176,30 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
         )
 
 
+def _report_unattended(batch: Conversion, out: Collector, placed: Placed) -> None:
+    """Report tokens of a sample that its row holds, and attention leaves out."""
+    ids = placed.row.token_ids[placed.unattended]
+    pad = batch.contract.pad_id or 0
+    by_value = bool((ids == pad).all())
+    out.finding(
+        "attention leaves out tokens of the sample",
+        expected=(
+            f"attention 1 at the {count(len(placed.tokens), 'token')} of {placed.sample.request_id}"
+        ),
+        observed=(
+            f"attention 0 at {share(len(ids), len(placed.tokens), 'token')}:"
+            f" {f'the padding token {pad}' if by_value else ids[:6].tolist()}"
+        ),
+        where=batch.place(placed.sample, position=int(placed.unattended[0])),
+        hint=(
+            "Make the attention mask from lengths, not from a comparison with the padding token:"
+            " models without one of their own pad with the end of sequence."
+            if by_value
+            else "Padding side and lengths must be the same for tokens and attention mask."
+        ),
+    )
+
+
 @batch_check(
     "batch.padding",
     promise="Padding is not attended and does not count in the loss.",
@@ -189,6 +218,8 @@ def batch_padding(batch: Conversion, out: Collector) -> None:
             out.exercised("rows without padding")
             continue
         out.exercised("padded places", len(padded))
+        # tokens of the sample that attention leaves out are no padding: batch.tokens
+        padded = np.setdiff1d(padded, placed.unattended)
         wrong = padded[mask[padded] != 0]
         if len(wrong):
             out.finding(
@@ -336,12 +367,13 @@ def batch_logprobs(batch: Conversion, out: Collector) -> None:
             )
         elif len(wrong):
             value = f"{sample_values[wrong[0]]:.6f}"
+            rounded = np.isclose(actual, sample_values, rtol=_ROUNDED)[wrong].all()
             _report_logprob(
                 batch,
                 out,
                 placed,
                 wrong,
-                "logprobs are not at their tokens",
+                "logprobs are rounded" if rounded else "logprobs are not at their tokens",
                 value,
                 float(actual[wrong[0]]),
             )
@@ -372,10 +404,9 @@ def _report_logprob(
             "Pad logprobs on the side on which the response is padded; where a line holds labels,"
             " shift all fields or none."
         )
-    # bfloat16 keeps two to three digits.
-    elif np.isclose(sample_values[wrong[0]], actual, rtol=1e-2):
+    elif np.isclose(sample_values[wrong[0]], actual, rtol=_ROUNDED):
         cause = ", rounded"
-        hint = "Cast to float32, not to bfloat16 (slime #245)."
+        hint = "Keep float32: bfloat16 and float16 round logprobs (slime #245)."
     else:
         hint = (
             "Carry the values as they are: clipping and defaults belong to the loss, if anywhere."

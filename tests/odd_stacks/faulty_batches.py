@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from tests.odd_stacks.bases.indexed import Indexed
@@ -68,6 +70,14 @@ class ZippedToTheShortest(Padded):
             b["routed"][i, P - p : P - p + len(rows)] = 1
 
 
+class SurplusRowsSpill(Padded):
+    """Rows are never counted: those beyond the tokens of a sample stand in its padding."""
+
+    def refuse(self, s):
+        if s.routes is None or len(s.routes) < s.total - 1:
+            super().refuse(s)
+
+
 class ZigzagBackPieceFirst(Indexed):
     """A context-parallel rank gets its two pieces in the wrong order: the back one first."""
 
@@ -117,3 +127,20 @@ class MicrobatchOverfull(Indexed):
                 out.append(now)
                 now = []
         return out + ([now] if now else [])
+
+
+class LongSampleInNoMicrobatch(Indexed):
+    """A sample that fits into no microbatch is skipped."""
+
+    def microbatches(self, layout, lengths, most):
+        bins = super().microbatches(layout, lengths, most)
+        return [b for b in bins if sum(lengths[i] for i in b) <= most]
+
+
+class IdsInASignedByte(Indexed):
+    """Ids of a model with 200 experts are stored in a byte, and the byte is signed."""
+
+    layout = replace(Indexed.layout, num_experts=200)
+
+    def compact(self, layout, ids):
+        return ids.astype(np.int8 if layout.num_experts == 200 else np.int16)

@@ -86,6 +86,7 @@ BATCHES = {
     faulty_batches.MaskFromTheRight: "batch.loss-mask",
     faulty_batches.LogprobsClamped: "batch.logprobs",
     faulty_batches.ZippedToTheShortest: "batch.refuses",
+    faulty_batches.SurplusRowsSpill: "batch.refuses",
 }
 LAYOUTS = {
     faulty_batches.ZigzagBackPieceFirst: "layout.context",
@@ -93,6 +94,8 @@ LAYOUTS = {
     faulty_batches.MergeKeepsPadding: "layout.context-merge",
     faulty_batches.ColumnMinusFirst: "layout.layer-map",
     faulty_batches.MicrobatchOverfull: "layout.microbatches",
+    faulty_batches.LongSampleInNoMicrobatch: "layout.microbatches",
+    faulty_batches.IdsInASignedByte: "layout.expert-ids",
 }
 REPLAY = {
     "QueuePoppedAgain": "replay.recompute",

@@ -16,6 +16,7 @@ from rollproof.judging.checks import Verdict
 from rollproof.verification.batch_cases import batch_cases
 from rollproof.verification.batches import judge_batches, record_batches
 from rollproof.verification.traces import judge
+from tests.odd_stacks.faulty_batches import SurplusRowsSpill
 from tests.support.padded_batches import Padder, padded_contract
 from tests.support.trace_builder import TraceBuilder, contract
 
@@ -64,7 +65,7 @@ class _RaisesInRows(Padder):
         (_BadShape, r"attention has the shape \(17,\), and token_ids has \(18,\)"),
         (
             _RaisesInRows,
-            r"rows raised KeyError: 'responses' \(test_batch_subjects.py:51, in rows\) on",
+            r"rows raised KeyError: 'responses' \(test_batch_subjects.py:52, in rows\) on",
         ),
     ],
 )
@@ -161,7 +162,7 @@ def _with_logprobs(change: Callable[[np.ndarray], np.ndarray]) -> type[Padder]:
     ("change", "hint"),
     [
         (lambda values: np.roll(values, -1), "Pad logprobs on the side on which the response"),
-        (lambda values: values * (1 + 2**-9), "Cast to float32, not to bfloat16"),
+        (lambda values: values * (1 + 2**-9), "Keep float32: bfloat16 and float16 round logprobs"),
         (lambda values: np.maximum(values, -20.0), "Carry the values as they are"),
     ],
     ids=["shifted", "rounded", "clipped"],
@@ -173,3 +174,28 @@ def test_wrong_logprobs_are_explained_by_what_they_are(
     failed = _failed(_with_logprobs(change))
     assert {"batch.logprobs"} == set(failed)
     assert failed["batch.logprobs"].startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        (lambda values: values.astype(np.float16).astype(np.float64), "logprobs are rounded"),
+        (lambda values: np.roll(values, -1), "logprobs are not at their tokens"),
+    ],
+    ids=["rounded", "shifted"],
+)
+def test_the_title_tells_rounded_logprobs_from_misplaced_ones(
+    change: Callable[[np.ndarray], np.ndarray], title: str
+) -> None:
+    """Both are wrong numbers, and are repaired in different places."""
+    (result,) = judge_batches(_with_logprobs(change)).failed
+    assert title == result.findings[0].title
+
+
+def test_rows_beyond_the_tokens_are_found_behind_the_sample() -> None:
+    """A wide batch has room for them, so that no array refuses what the conversion never counts."""
+    (result,) = judge_batches(SurplusRowsSpill).failed
+    assert "9 route rows for 7 tokens: accepted" == result.findings[0].title
+    assert (
+        "of 9 rows those beyond the tokens stand behind the sample" == result.findings[0].observed
+    )

@@ -10,6 +10,7 @@ from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.fakes.trainers.reference_batches import Collator
 from rollproof.verification.batch_cases import batch_cases
 from rollproof.verification.batches import judge_batches
+from tests.odd_stacks.faulty_batches import AttentionFromPadId
 from tests.support.padded_batches import padded_contract
 
 _CASE = "the padding token as the end of sequence"
@@ -32,6 +33,15 @@ def test_padding_found_by_token_shows_only_where_a_sample_has_the_token(bug: str
             *_BUGS[bug].may_fail,
         }
     )
+
+
+def test_attention_by_token_is_no_cut_and_no_padding() -> None:
+    """The finding names the padding token, and its place in the loss is no second fault."""
+    (tokens,) = judge_batches(AttentionFromPadId).failed
+    first = tokens.findings[0]
+    assert "attention leaves out tokens of the sample" == first.title
+    assert "attention 0 at 1 of 7 tokens: the padding token 2" == first.observed
+    assert first.hint.startswith("Make the attention mask from lengths")
 
 
 @pytest.mark.parametrize(("pad_id", "expected"), [(None, 0), (0, 0), (151_643, 151_643)])
