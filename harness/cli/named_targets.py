@@ -181,9 +181,12 @@ def named_factory(spec: str, option: str) -> Any:
     # As `python -m` does: the console script has its own folder there instead.
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
-    if module_name.endswith(".py"):
+    file = Path(module_name).resolve() if module_name.endswith(".py") else None
+    if file is not None:
         module_name = _module_of_file(module_name, option)
     module = _module(module_name, option)
+    if file is not None:
+        _check_file(module, file)
     factory: Any = module
     for name in path.split("."):
         if not hasattr(factory, name):
@@ -291,6 +294,17 @@ def _module_of_file(name: str, option: str) -> str:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return module
+
+
+def _check_file(module: Any, file: Path) -> None:
+    """Raise ``UsageError`` for a module of the file's name that comes from elsewhere."""
+    loaded = getattr(module, "__file__", None)
+    if loaded is None or Path(loaded).resolve() != file:
+        # in its place it would break whoever imports the other one: a queue.py, all of asyncio
+        raise UsageError(
+            f"{file.name} cannot be imported: Python has a module {module.__name__!r} already"
+            f" ({loaded or 'built in'}). Give the file another name."
+        )
 
 
 def _module(name: str, option: str) -> Any:

@@ -104,9 +104,10 @@ class Contract:
             declared, so the verdict on a parameter that reaches no engine is unknown.
         group_aborts: Whether the samples of one prompt (n > 1) live together: one abort may end the
             calls of several of them. Otherwise it ends those of one request.
-        max_staleness: The largest number of versions between the newest published weights and those
-            that sampled a delivered token; ``None``: no promise. Keep it as you like: let updates
-            wait, drop a sample that is too old (return ``None``), or sample its prompt again.
+        max_staleness: The largest number of labelled updates, at delivery, between the newest
+            weights that every live server holds and those that sampled a token that is trained;
+            ``None``: no promise. Keep it as you like: let updates wait, drop a sample that is too
+            old (return ``None``), or sample its prompt again.
         tag_read: Set this if the engine's per-reply version may name weights that sampled none of
             its tokens. ``None``: it must name weights that sampled one.
         limits: The limits that the stack is configured with: a ``RolloutLimits``, or a mapping of

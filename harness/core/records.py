@@ -81,9 +81,9 @@ class Request:
     """A request of a caller to a stack, for one rollout.
 
     Attributes:
-        max_tokens: The budget that the caller states. Each call may sample what is left of it in
-            its turn; whether a stack counts turns together, and the environment's tokens too, is
-            its own choice unless it declares ``RolloutLimits.response``.
+        max_tokens: The budget that the caller states: of each turn, or of all turns together, or of
+            these and the environment's tokens, as the stack chooses. ``RolloutLimits.response``
+            declares the last.
         limit: The budget that holds even if the caller states none: the configured response length.
         max_length: Tokens of prompt and response together that hold even if the caller states none.
         sampling: The other sampling parameters. Every attempt must carry them unchanged.

@@ -64,20 +64,22 @@ class Canary:
 class Report:
     """What was judged, with which verdicts, and what was exercised.
 
-    subject: The name of the system under test.
-    profile: The profile of the run.
-    seed: Its seed.
-    results: The results of the checks, in the order of the registry.
-    exercised: How often each situation occurred in all traces ("aborts mid-decode", ...).
-    canary: The self-test.
-    expected: The reasons of expected failures by the id of the check. A check that also fails in a
-        new way (``CheckResult.otherwise``) counts as failed.
-    cases: The number of cases.
-    flavours: The engine flavours on which they ran, if the subject runs on fake engines.
-    seconds: Their wall time.
-    notes: Remarks for the reader.
-    undelivered: Why no rollout delivered a sample, if all raised or returned nothing; not in the
-        JSON form, where it is a note.
+    Attributes:
+        subject: The name of the system under test.
+        profile: The profile of the run.
+        seed: Its seed.
+        results: The results of the checks, in the order of the registry; in the JSON form
+            ``checks``.
+        exercised: How often each situation occurred in all traces ("aborts mid-decode", ...).
+        canary: The self-test.
+        expected: The reasons of expected failures by the id of the check. A check that also fails
+            in a new way (``CheckResult.otherwise``) counts as failed.
+        cases: The number of cases.
+        flavours: The engine flavours on which they ran, if the subject runs on fake engines.
+        seconds: Their wall time.
+        notes: Remarks for the reader.
+        undelivered: Why no rollout delivered a sample, if all raised or returned nothing; not in
+            the JSON form, where it is a note.
     """
 
     subject: str

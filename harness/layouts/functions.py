@@ -2,7 +2,9 @@
 
 A subject (``LayoutSubject``) has a method for each of them that it wants judged, under the same
 name, called as ``method(layout, **arguments)``. Rows are ``(rows, columns, k)`` arrays of coded
-ids; numpy arrays go in, and arrays or CPU tensors come back. The table is the whole interface.
+ids: columns are those of the case's layout, k is its ``top_k``, or 1 in a side tensor of int64,
+which a subject with ``numbers = False`` does not get. numpy arrays go in, and arrays or CPU tensors
+come back. The table is the whole interface.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ FACTORS = ("tp", "cp", "2cp", "ulysses")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """What lengths are rounded up to.
+    """What lengths are rounded up to. ``by`` names ``tp``, ``cp``, ``ulysses`` and ``2cp``: 2 * cp,
+    or 1 if cp is 1.
 
     A sequence's length becomes a multiple of ``lcm(constant, product of the sizes in by)``. The sum
     of all lengths becomes a multiple of ``lcm(total, product of the sizes in by)``, or with

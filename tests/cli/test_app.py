@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +80,17 @@ def test_bad_arguments_are_one_clear_line(
 ) -> None:
     """Exit code 254, and an error that says what is valid."""
     assert text in output_of(capsys, *arguments, code=ExitCode.USAGE)
+
+
+def test_a_file_with_the_name_of_an_imported_module_is_not_taken_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Neither is the other module searched, nor put out of its place."""
+    file = tmp_path / "queue.py"
+    file.write_text("class Stack: ...\n", encoding="utf-8")
+    text = output_of(capsys, "verify", "--subject", f"{file}:Stack", code=ExitCode.USAGE)
+    assert "queue.py cannot be imported: Python has a module 'queue' already (" in text
+    assert f"({queue.__file__}). Give the file another name." in text
 
 
 def test_help_ends_with_success(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import rollproof
 from rollproof.fakes.engine import exceptions
 from rollproof.fakes.engine.flavours import FLAVOURS, Flavour, PausedCalls, VersionTag
+from rollproof.fakes.trainers.reference_layouts import MegatronLike
+from rollproof.layouts.functions import FUNCTIONS
+from rollproof.layouts.layout_cases import layout_calls
 from tools.docs.docstrings import described_fields, markdown, one_line
 
 __all__ = ["PUBLIC_MODULES", "api_page"]
@@ -119,7 +122,8 @@ def api_page() -> Iterator[str]:
     """docs/api.md."""
     yield (
         "# API\n\nWhat an adapter is written against; `help(rollproof.Rollout)` says the same in a"
-        " Python prompt. Names without a module are those of `rollproof`. [contract.md](contract.md)"
+        " Python prompt. Names without a module are those of `rollproof`; records are made with keyword"
+        " arguments. [contract.md](contract.md)"
         " has the fields of the `Contract`, [replay.md](replay.md) those of trainers,"
         " [corrections.md](corrections.md) those of corrections.\n"
     )
@@ -128,6 +132,7 @@ def api_page() -> Iterator[str]:
         rollproof.RolloutSubject, ("start", "rollout", "update_weights", "to_record", "stop")
     )
     yield from _class(rollproof.BatchSubject, ("collate", "rows"))
+    yield from _layout_functions()
     yield "\n## What it gets and returns"
     for record in _RECORDS:
         yield from _class(record, ("budget",) if record is rollproof.Request else ())
@@ -177,10 +182,24 @@ def api_page() -> Iterator[str]:
     ):
         summary = one_line((function.__doc__ or "").partition("\n\n")[0])
         yield f"- `rollproof.{function.__name__}(factory, ...)`: {summary}"
+    yield from _class(rollproof.Report, ("failed", "summary", "exit_code", "to_dict"))
     yield from _class(rollproof.EngineCall)
     yield from _class(rollproof.Recording, _RECORDING)
     yield from _function(rollproof.lend, "lend", level=3, title="rollproof.lend")
     yield from _modules()
+
+
+def _layout_functions() -> Iterator[str]:
+    yield from _class(rollproof.LayoutSubject)
+    yield (
+        "\nRows are `(rows, columns, k)`: columns are those of the case's layout, k is its `top_k`, or"
+        " 1 in a side tensor of int64.\n"
+    )
+    layout = MegatronLike.layout
+    for name, function in FUNCTIONS.items():
+        call = next(layout_calls(name, layout))
+        signature = ", ".join(["layout", *function.arguments(call)])
+        yield f"- `{name}({signature})`: {one_line(function.does)}"
 
 
 def _modules() -> Iterator[str]:
