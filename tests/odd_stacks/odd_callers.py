@@ -388,3 +388,16 @@ class SupervisedState(Thin):
     async def stop(self):
         self.supervisor.cancel()
         await asyncio.gather(self.supervisor, return_exceptions=True)
+
+
+class OneTokenACall(Thin):
+    """Every call samples one token, each on another server; its length is no end of the sample."""
+
+    def left(self, run):
+        return 1
+
+    def verdict(self, run, out):
+        reason = super().verdict(run, out)
+        budget = run.request.budget
+        spent = budget is not None and len(run.ids) >= budget
+        return "" if reason == "length" and not spent else reason

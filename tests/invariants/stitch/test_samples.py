@@ -792,6 +792,21 @@ class TestMatchesUnbroken:
         ):
             assert Verdict.UNKNOWN == check(self.ID, story, self.POLICY).verdict
 
+    def test_calls_of_one_token_leave_nothing_to_compare(self) -> None:
+        """The first token of each call may be drawn; a call of two tokens shows one that is not."""
+        a = self._tokens(3)
+        single = [
+            ScriptedCall(tokens=(token,), reason="length", call={"max_tokens": 1}) for token in a
+        ]
+        result = check(self.ID, script_rollout(*single, budget=3), self.POLICY)
+        assert (Verdict.NOT_APPLICABLE, True) == (
+            result.verdict,
+            "each call samples one token" in result.reason,
+        )
+        double = ScriptedCall(tokens=a[1:], reason="length", call={"max_tokens": 2})
+        story = script_rollout(single[0], double, budget=3)
+        assert Verdict.PASS == check(self.ID, story, self.POLICY).verdict
+
     def test_a_conversation_has_no_unbroken_twin(self) -> None:
         """What the environment says is no choice of the policy."""
         a = self._tokens(4)
