@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rollproof.core.case import ActionKind, Case
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.verification.schedules.corner import ANSWERS, PROMPT, Corner, act
+from rollproof.verification.schedules.corner import ANSWERS, PROMPT, Corner, act, until_end
 
 __all__ = ["cut_turns", "long_turns"]
 
@@ -43,22 +43,10 @@ def long_turns(corner: Corner) -> Iterator[Case]:
     # where a model ends its turns follows from the seed alone, so one is searched that fits
     for seed in range(corner.seed, corner.seed + 1000):
         policy = CodedPolicy.from_model(model, seed)
-        first = _until_end(policy, PROMPT, 3)
+        first = until_end(policy, PROMPT, 3)
         if first is None:
             continue
-        if _until_end(policy, (*PROMPT, *first, *answer), _LONG_TURN) is None:
+        if until_end(policy, (*PROMPT, *first, *answer), _LONG_TURN) is None:
             budget = len(first) + len(answer) + _LONG_TURN
             yield corner.case(budget=budget, turns=(answer,), model=model, seed=seed)
             return
-
-
-def _until_end(policy: CodedPolicy, context: tuple[int, ...], most: int) -> tuple[int, ...] | None:
-    """Return the turn that follows ``context``; ``None`` if it has more than ``most`` tokens."""
-    state = policy.start_state(context)
-    tokens: list[int] = []
-    while len(tokens) < most:
-        tokens.append(policy.next_token(0, state))
-        if tokens[-1] == policy.eos_id:
-            return tuple(tokens)
-        state = policy.extend(state, tokens[-1])
-    return None

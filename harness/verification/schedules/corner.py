@@ -13,7 +13,17 @@ from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import Request
 from rollproof.fakes.coded.policy import CodedPolicy
 
-__all__ = ["ANSWERS", "PROMPT", "Corner", "Family", "act", "some_tokens", "vocab_with", "with_stop"]
+__all__ = [
+    "ANSWERS",
+    "PROMPT",
+    "Corner",
+    "Family",
+    "act",
+    "some_tokens",
+    "until_end",
+    "vocab_with",
+    "with_stop",
+]
 
 PROMPT = (11, 12)
 ANSWERS = ((201, 202), (203,))
@@ -133,3 +143,15 @@ def some_tokens(count: int) -> tuple[int, ...]:
     """Return tokens that differ from their neighbours, none of them a usual padding token."""
     # 389 is a prime: no token returns before all the others were there
     return tuple(11 + 7 * i % 389 for i in range(count))
+
+
+def until_end(policy: CodedPolicy, context: tuple[int, ...], most: int) -> tuple[int, ...] | None:
+    """Return the turn that follows ``context``; ``None`` if it has more than ``most`` tokens."""
+    state = policy.start_state(context)
+    tokens: list[int] = []
+    while len(tokens) < most:
+        tokens.append(policy.next_token(0, state))
+        if tokens[-1] == policy.eos_id:
+            return tuple(tokens)
+        state = policy.extend(state, tokens[-1])
+    return None
