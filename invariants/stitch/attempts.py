@@ -65,6 +65,9 @@ _COMMON_PARAMETERS: Mapping[str, tuple[Scalar, ...]] = {
 request's; with the values that change nothing, which a stack may leave out.
 """
 
+_GREEDY = 0.01
+"""The temperature below which vLLM warns, and takes its own minimum (``_MAX_TEMP``)."""
+
 
 def not_resumed(contract: Contract) -> str:
     """Return why checks of resumed calls do not apply when no client resumes."""
@@ -439,8 +442,19 @@ def _replaced(view: RequestView) -> list[str]:
     return [
         k
         for k, value in view.request.sampling.items()
-        if k in _COMMON_PARAMETERS and k in first and not _equal(first[k], value)
+        if k in _COMMON_PARAMETERS
+        and k in first
+        and not _equal(first[k], value)
+        # greedy as a rank, or as a temperature that engines take for 0
+        and not (k == "temperature" and value == 0 and _is_greedy(first))
     ]
+
+
+def _is_greedy(parameters: Mapping[str, Scalar]) -> bool:
+    temperature = parameters.get("temperature")
+    return parameters.get("top_k") == 1 or (
+        isinstance(temperature, int | float) and temperature <= _GREEDY
+    )
 
 
 def _values(parameters: Mapping[str, Scalar], names: Sequence[str]) -> str:

@@ -570,6 +570,27 @@ class TestParameters:
         )
         unknown("stitch.sampling-forwarded", story, "not exercised")
 
+    @pytest.mark.parametrize(
+        ("call", "right"),
+        [
+            ({"temperature": 0.0}, True),
+            ({"temperature": 1e-5}, True),
+            ({"temperature": 1.0, "top_k": 1}, True),
+            ({"temperature": 1.0}, False),
+        ],
+    )
+    def test_greedy_may_be_spelled_in_another_way(
+        self, call: dict[str, float], right: bool
+    ) -> None:
+        """A temperature that engines take for 0, or the first rank alone; 1 is not greedy."""
+        story = script_rollout(
+            self._call(**call),
+            request={"sampling": {"temperature": 0.0}},
+            abort_surfaces=True,
+            sampling="forwarded",
+        )
+        assert (set() if right else {"stitch.sampling-forwarded"}) == blamed(story)
+
     @pytest.mark.parametrize(("media", "verb"), [(None, "drops"), ("other.png", "changes")])
     def test_media_must_travel_with_every_attempt(self, media: str | None, verb: str) -> None:
         """The resuming call continues another conversation than the one it began."""
