@@ -9,6 +9,7 @@ from __future__ import annotations
 from rollproof.fakes.known_bugs import (
     batches,
     corrections,
+    early_ends,
     engine_capture,
     engine_ends,
     engines,
@@ -34,6 +35,7 @@ __all__ = ["KNOWN_BUGS"]
 
 KNOWN_BUGS: tuple[KnownBug, ...] = (
     *stitch.BUGS,
+    *early_ends.BUGS,
     *sample_sources.BUGS,
     *own_stops.BUGS,
     *logprobs_masks.BUGS,

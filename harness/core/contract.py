@@ -87,7 +87,9 @@ class Contract:
     Attributes:
         abort_surfaces: Whether a sample that an abort cut off may reach the caller as it is, with
             finish reason ``abort`` (SkyRL). Otherwise it is resumed until it ends, or
-            ``partial_off`` says what becomes of it.
+            ``partial_off`` says what becomes of it; and a sample that an abort hit on its last
+            token is complete: it says ``length`` if the budget is used up, ``stop`` after an
+            end-of-sequence token.
         kv_policy: The treatment of KV of older weights when a server loads new ones.
         loss_mask: Whether a sample carries a loss mask.
         finish_reason: Whether a sample says why it ended.

@@ -33,9 +33,10 @@ class AnswerCut(StrEnum):
 class RolloutLimits:
     """Limits of a stack's rollouts, in tokens unless they say otherwise; ``None``: no such limit.
 
-    Declare only what the stack itself is configured with. Raises ``ContractError`` for a limit
-    that is not a whole number of at least 1 (``length`` and ``context``: 2), or that no rollout can
-    reach: a stack's "unlimited" is ``None``.
+    Declare what the stack itself is configured with, and nothing else: a sample that ends by
+    ``length`` below the caller's budget needs a limit here that it reached. Raises
+    ``ContractError`` for a limit that is not a whole number of at least 1 (``length`` and
+    ``context``: 2), or that no rollout can reach: a stack's "unlimited" is ``None``.
 
     Attributes:
         response: Tokens of a response, those of the environment included.

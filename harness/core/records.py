@@ -83,7 +83,7 @@ class Request:
     Attributes:
         max_tokens: The budget that the caller states: of each turn, or of all turns together, or of
             these and the environment's tokens, as the stack chooses. ``RolloutLimits.response``
-            declares the last.
+            declares the last. A call may be granted less, if the sample then goes on.
         limit: The budget that holds even if the caller states none: the configured response length.
         max_length: Tokens of prompt and response together that hold even if the caller states none.
         sampling: The other sampling parameters. Every attempt must carry them unchanged.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from rollproof.core.contract import Contract, PartialOff, ResumeBy
-from rollproof.core.records import FinishReason
+from rollproof.core.records import FinishReason, Rollout
 from rollproof.core.trace import Header
 from rollproof.invariants._shared.declared_limits import no_fragments
 from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.event_check import case_option
+from rollproof.invariants._shared.phrases import count
 from rollproof.judging.attempt import Attempt
 from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.request_view import RequestView
@@ -34,7 +35,7 @@ def _surfaces(contract: Contract) -> str | None:
     "lifecycle.aborts-do-not-surface",
     promise=(
         "With partial rollout on, an aborted sample is resumed until it ends: no caller sees an"
-        " abort."
+        " abort, not even of a sample that was complete when its call was aborted."
     ),
     needs="aborted replies",
     exercised_by="samples that were aborted",
@@ -51,12 +52,13 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
         return
     out.exercised("samples that were aborted")
     last = segments[-1]
-    if (
-        _budget_used(view, last)
-        or ends_with_eos(view, last)
-        # a later call was never answered: the stack did resume, and had to give up
-        or any(attempt.consumed is None for attempt in view.attempts[last.number :])
-    ):
+    # a later call was never answered: the stack did resume, and had to give up
+    if any(attempt.consumed is None for attempt in view.attempts[last.number :]):
+        return
+    stopped = ends_with_eos(view, last)
+    if stopped or _budget_used(view, last):
+        if rollout.finish_reason is FinishReason.ABORT:
+            _report_complete(view, out, rollout, "stop" if stopped else "length")
         return
     # Filters downstream drop aborted samples, so an abort that surfaces shrinks the batch.
     if rollout.finish_reason is FinishReason.ABORT:
@@ -77,6 +79,22 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
         hint=(
             "The trainer would learn from a fragment as if it were a complete answer. A cap"
             " on retries must not turn an abort into `length` (AReaL InfBridge)."
+        ),
+    )
+
+
+def _report_complete(view: RequestView, out: Collector, rollout: Rollout, reason: str) -> None:
+    """Report a sample that says ``abort`` although the abort came on its last token."""
+    last = view.segments[-1]
+    ended = "the model's natural end" if reason == "stop" else "the last one of the budget"
+    out.finding(
+        "a complete sample came out as aborted",
+        expected=f"{reason}: the abort came on {ended}, and nothing is left to resume",
+        observed=f"finish reason abort, {count(len(rollout.response_ids), 'token')}",
+        where=view.place(segment=len(view.segments) - 1, call=last.call.call_id),
+        hint=(
+            "Filters for aborted samples drop a complete response. Once a call was aborted, look at"
+            " what is left of the budget before you pass its finish reason on."
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rollproof.core.limits import RolloutLimits
@@ -13,11 +14,13 @@ from rollproof.invariants._shared.delivery import (
     reliable_delivery,
 )
 from rollproof.invariants._shared.end_tokens import ends_with_eos
+from rollproof.invariants._shared.event_check import case_option
 from rollproof.invariants._shared.phrases import call_id, count
 from rollproof.invariants.stitch.budgets import no_finish_reason, turn_lengths
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
+    from rollproof.judging.attempt import Attempt
     from rollproof.judging.request_view import RequestView
 
 __all__ = ["stitch_finish_length", "stitch_finish_reason"]
@@ -113,9 +116,7 @@ def _reason_is_right(
     # the next answer had no room: the turn ended, and the rollout was cut
     if sample_reason == FinishReason.LENGTH and _may_go_on(view, delivered):
         return True
-    cut = delivered.count < len(delivered.reference.response_ids) or any(
-        run.attempt < 0 for run in delivered.reference.runs
-    )
+    cut = delivered.count < len(delivered.reference.response_ids) or _filled(view, delivered)
     # the stack cut the sample, or the environment's words filled it: no engine could say so
     if sample_reason == FinishReason.LENGTH and cut:
         return True
@@ -129,6 +130,17 @@ def _reason_is_right(
     return FinishReason.COMPLETED in (sample_reason, engine_reason)
 
 
+def _filled(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether the environment's words may have filled the response: not if the model had the
+    last turn, after all the answers that there are, and no limit on turns was reached.
+    """
+    runs, turns = delivered.reference.runs, view.request.turns
+    if not any(run.attempt < 0 for run in runs):
+        return False
+    all_answered = bool(turns) and len(delivered.reference.answers) >= len(turns)
+    return not all_answered or runs[-1].attempt < 0 or _ended_by_limit(view, delivered)
+
+
 def _exhausted(view: RequestView, delivered: Delivery) -> bool:
     """Return whether the budget is used up: by the last turn, by all turns, or by the response with
     the environment's tokens.
@@ -136,7 +148,10 @@ def _exhausted(view: RequestView, delivered: Delivery) -> bool:
     # A budget may be per turn or for all turns; both are checked.
     lengths = turn_lengths(view)
     longest = max(lengths[-1], sum(lengths), len(delivered.rollout.response_ids))
-    return any(longest >= bound for bound in _bounds(view))
+    turn = (view.contract.limits or RolloutLimits()).turn_tokens
+    return any(longest >= bound for bound in _bounds(view)) or (
+        turn is not None and lengths[-1] >= turn
+    )
 
 
 def _bounds(view: RequestView) -> list[int]:
@@ -253,34 +268,36 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
         or _ended_by_limit(view, delivered)
     ):
         return
-    last = view.attempts[reference.last]
-    reply = last.consumed
-    size = turn_lengths(view)[-1]
+    last, size = view.attempts[reference.last], turn_lengths(view)[-1]
+    if _cut_by_engine(last) or _within_room(view, last):
+        return
     first = next((step for step in reversed(reference.steps) if step.spent == 0), None)
-    # A stack's own lower cap that its first call was already granted is as good as a budget.
     cap = view.attempts[first.attempt].call.max_tokens if first is not None else None
     # A stop on the last token of a cap is still a stop.
     stopped = reference.finish_reason is FinishReason.STOP
-    if not stopped and cap is not None and size >= cap:
-        # An abort on the last token of a cap cut nothing off either.
-        return
-    if reference.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED):
-        ended_early = (
-            reply is not None
-            and last.call.max_tokens is not None
-            and len(reply.output.token_ids) < last.call.max_tokens
-        )
-        if budget is None or cap is None or ended_early:
+    own = reference.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED)
+    if not _room_is_recorded(view):
+        # The room of the context is as good as a budget, and the first call's cap may be it.
+        if not stopped and cap is not None and size >= cap:
             return
-    bounds = [bound for bound in (budget, cap) if bound is not None and bound > size]
-    limit = min(bounds) if bounds else None
+        if own and (budget is None or cap is None):
+            return
+    # what a stack grants in portions of its own limits nothing
+    bounds = [bound for bound in (budget, None if own else cap) if bound is not None]
+    limit = min((bound for bound in bounds if bound > size), default=None)
     out.finding(
         f"The sample says length after {count(size, 'token')}"
         + (f" of {limit}" if limit is not None else ", although nothing limits it"),
-        kind=f"says length, but the engine said {reference.finish_reason!s}",
+        kind=(
+            "says length after a call that was granted less than what was left"
+            if own
+            else f"says length, but the engine said {reference.finish_reason!s}"
+        ),
         expected=(
             f"length only once all {limit} are sampled"
             if limit is not None
+            else "calls until the model ends: no limit of the request or of the contract is reached"
+            if own
             else f"{reference.finish_reason!s}, as the engine returned"
         ),
         observed=(
@@ -288,14 +305,54 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
             f" granted {last.call.max_tokens}"
         ),
         where=view.place(call=last.call.call_id),
-        hint=(
+        hint=_length_hint(stopped, own),
+    )
+
+
+def _length_hint(stopped: bool, own: bool) -> str:
+    if stopped:
+        return (
             "The engine ended the response itself: a complete answer counts as truncated, and"
             " is filtered or penalised."
-            if stopped
-            else (
-                "An unfinished response counts as one that reached its limit: a cap on retries, or"
-                " a loop that compares with a budget which it shrinks itself, ends it early (AReaL"
-                " #858, and its bridge after 20 aborts)."
-            )
-        ),
+        )
+    if own:
+        return (
+            "An answer is cut short. If calls sample in portions, the length of a portion ends"
+            " nothing: call again with what is left. A limit of your stack's own is declared"
+            " (limits={'response': most})."
+        )
+    return (
+        "An unfinished response counts as one that reached its limit: a cap on retries, or"
+        " a loop that compares with a budget which it shrinks itself, ends it early (AReaL"
+        " #858, and its bridge after 20 aborts)."
     )
+
+
+def _cut_by_engine(last: Attempt) -> bool:
+    """Return whether the engine ended the call by length before its grant: at a limit of its own,
+    such as its context.
+    """
+    reply, granted = last.consumed, last.call.max_tokens
+    return (
+        reply is not None
+        and reply.output.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED)
+        and (granted is None or len(reply.output.token_ids) < granted)
+    )
+
+
+def _room_is_recorded(view: RequestView) -> bool:
+    """Return whether the trace says how long a sequence the engines take: that of a case does."""
+    return view.header is not None and view.header.case is not None
+
+
+def _within_room(view: RequestView, last: Attempt) -> bool:
+    """Return whether the last call filled its request's room with tokens that the sample need not
+    hold (of a chat template, say), or the context of the engine.
+    """
+    sampled = 0 if last.consumed is None else len(last.consumed.output.token_ids)
+    length, prompt = len(last.call.prompt_ids) + sampled, len(view.request.prompt_ids)
+    context = case_option(view.header, "engine")
+    longest = context.get("max_length") if isinstance(context, Mapping) else None
+    if isinstance(longest, int) and length >= longest:
+        return True
+    return any(length - prompt >= bound for bound in _bounds(view))

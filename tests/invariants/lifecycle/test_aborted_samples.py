@@ -9,7 +9,7 @@ import pytest
 from rollproof.core.records import FinishReason
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
-from tests.support.trace_script import REGISTRY, TraceScript, finds, opened, passes, unknown
+from tests.support.trace_script import REGISTRY, TraceScript, check, finds, opened, passes, unknown
 
 
 class TestNotSurfaced:
@@ -56,7 +56,7 @@ class TestNotSurfaced:
 
     def test_an_abort_on_the_last_token_ends_nothing_early(self) -> None:
         """The budget is used up, and so is a sample of several grants or of several turns."""
-        passes(self.ID, self._aborted((3, 4, 5, 6)))
+        passes(self.ID, self._aborted((3, 4, 5, 6), reason="length"))
         script = opened()
         call = script.call((1, 2), max_tokens=2)
         passes(self.ID, script.reply(call, (3, 4), reason="abort").result((3, 4)))
@@ -66,17 +66,31 @@ class TestNotSurfaced:
         call = script.call((1, 2, 3, 9), max_tokens=3)
         passes(self.ID, script.reply(call, (4, 5), reason="abort").result((3, 9, 4, 5)))
 
-    def test_an_abort_on_the_end_of_sequence_may_end_it(self) -> None:
-        """The client may look at the token, or may not."""
+    def test_a_complete_sample_that_says_abort_is_found(self) -> None:
+        """The abort came on the last token of the budget: nobody resumes it, and filters drop it.
+        Callers that are promised aborts may get this one, too.
+        """
+        finding = finds(self.ID, self._aborted((3, 4, 5, 6)))
+        assert "a complete sample came out as aborted" == finding.title
+        assert finding.expected.startswith("length: the abort came on the last one of the budget")
+        assert "finish reason abort, 4 tokens" == finding.observed
+        result = check(self.ID, self._aborted((3, 4, 5, 6), abort_surfaces=True))
+        assert Verdict.NOT_APPLICABLE == result.verdict
+
+    @pytest.mark.parametrize(("reason", "found"), [("stop", False), ("abort", True)])
+    def test_an_abort_on_the_end_of_sequence_may_end_it(self, reason: str, found: bool) -> None:
+        """The client may look at the token and say stop; one that does not look resumes."""
         finds(self.ID, self._aborted((0,)))
-        trace = self._aborted((0,)).trace()
+        trace = self._aborted((0,), reason=reason).trace()
         coding = {"eos_every": 5, "eos_id": 0}
         result = judge(
             replace(trace, header=replace(trace.header, coding=coding)),
             REGISTRY.select([self.ID]),
             oracle=_NoOracle(),
         )[self.ID]  # type: ignore[arg-type]
-        assert Verdict.PASS == result.verdict
+        assert (Verdict.FAIL if found else Verdict.PASS) == result.verdict
+        if found:
+            assert result.findings[0].expected.startswith("stop: the abort came on the model's")
 
     def test_the_loser_of_a_hedge_cuts_nothing_off(self) -> None:
         """Two calls ran at once; the sample is what the one brought that ended by itself, and the

@@ -226,13 +226,18 @@ class TestFinishLength:
 
     ID = "stitch.finish-length"
 
-    def test_an_engine_that_says_length_is_believed_where_no_budget_is_known(self) -> None:
-        """The caller gave none, and the stack grants in portions of its own."""
+    def test_portions_of_the_stack_limit_nothing(self) -> None:
+        """The caller gave no budget and the contract no limit. In a recording, the room of the
+        engine's context may have ended the sample.
+        """
         parts = (
             ScriptedCall(tokens=(11, 12), call={"max_tokens": 8}),
             ScriptedCall(tokens=(13,), reason="length", call={"max_tokens": 1}),
         )
-        assert 0 == check(self.ID, script_rollout(*parts, budget=None)).found
+        finding = finds(self.ID, self._story(*parts, budget=None))
+        assert "The sample says length after 3 tokens, although nothing limits it" == finding.title
+        assert "no limit of the request or of the contract is reached" in finding.expected
+        passes(self.ID, self._recorded(*parts, budget=None), ends_by_length=1)
 
     @pytest.mark.parametrize(("budget", "found"), [(3, False), (4, True)])
     def test_an_answer_that_leaves_no_room_ends_a_conversation(
@@ -255,6 +260,13 @@ class TestFinishLength:
 
     def _story(self, *parts: ScriptedCall, budget: int | None = 8) -> TraceScript:
         return script_rollout(*parts, budget=budget, sample={"finish_reason": FinishReason.LENGTH})
+
+    def _recorded(
+        self, *parts: ScriptedCall, budget: int | None = 8, **changes: Any
+    ) -> TraceScript:
+        script = TraceScript(driven=False)
+        sample = {"finish_reason": FinishReason.LENGTH}
+        return script_rollout(*parts, budget=budget, sample=sample, script=script, **changes)
 
     @pytest.mark.parametrize(
         ("parts", "budget", "title", "observed"),
@@ -325,21 +337,74 @@ class TestFinishLength:
         ) == (finding.title, finding.expected)
         assert "a complete answer counts as truncated" in finding.hint
 
-    def test_an_abort_on_the_last_token_of_a_cap_ends_nothing_early(self) -> None:
-        """It cut nothing off that would have been granted."""
-        passes(
-            self.ID,
-            self._story(ScriptedCall(tokens=(11, 12), call={"max_tokens": 2})),
-            ends_by_length=1,
-        )
+    def test_a_cap_of_the_stack_is_no_budget(self) -> None:
+        """Whether it held from the first call on, or each call had it: the response could have gone
+        on. An abort on the last token of such a call changes nothing.
+        """
+        for parts in (
+            (ScriptedCall(tokens=(11, 12), call={"max_tokens": 2}),),
+            (ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 2}),),
+            (
+                ScriptedCall(tokens=(11, 12), call={"max_tokens": 4}),
+                ScriptedCall(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
+            ),
+            (
+                ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 2}),
+                ScriptedCall(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
+            ),
+        ):
+            assert "of 8" in finds(self.ID, self._story(*parts)).title
+            assert {self.ID} == blamed(self._story(*parts))
 
-    def test_a_cap_that_held_from_the_first_call_is_a_budget(self) -> None:
-        """The stack's own limit, or the engine's context window."""
+    def test_portions_that_go_on_are_right(self) -> None:
+        """Calls of two tokens each, until the budget is used up."""
+        portion: dict[str, Any] = {"reason": "length", "call": {"max_tokens": 2}}
+        parts = (ScriptedCall(tokens=(11, 12), **portion), ScriptedCall(tokens=(13, 14), **portion))
+        passes(self.ID, self._story(*parts, budget=4), ends_by_length=1)
+
+    def test_a_cap_of_a_recording_may_be_the_room_of_the_context(self) -> None:
+        """A recording does not say how long the sequences are that its engines take."""
         capped = (
             ScriptedCall(tokens=(11, 12), call={"max_tokens": 4}),
             ScriptedCall(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
         )
-        passes(self.ID, self._story(*capped), ends_by_length=1)
+        passes(self.ID, self._recorded(*capped), ends_by_length=1)
+        passes(self.ID, self._recorded(ScriptedCall(tokens=(11, 12), call={"max_tokens": 2})))
+
+    @pytest.mark.parametrize(
+        ("changes", "right"),
+        [
+            ({"script": TraceScript(case={"engine": {"max_length": 4}})}, True),
+            ({"script": TraceScript(case={"engine": {"max_length": 5}})}, False),
+            ({"limits": {"turn_tokens": 2}}, True),
+            ({"limits": {"turn_tokens": 3}}, False),
+        ],
+    )
+    def test_a_grant_may_keep_a_limit(self, changes: dict[str, Any], right: bool) -> None:
+        """The engines' context, or the declared tokens of a turn; of one token more nothing is
+        seen.
+        """
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 2}),
+            sample={"finish_reason": FinishReason.LENGTH},
+            **changes,
+        )
+        assert (set() if right else {self.ID}) == blamed(story)
+
+    def test_a_template_may_fill_the_budget(self) -> None:
+        """Tokens that a call sends and the sample need not hold count, too."""
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(tokens=(13, 14), observed=(91,), reason="length", call={"max_tokens": 2}),
+            budget=4,
+            sample={"finish_reason": FinishReason.LENGTH},
+            request={"turns": ((91,),)},
+            multi_turn=True,
+        )
+        passes(self.ID, story, ends_by_length=1)
+
+    def test_an_engine_may_end_a_call_early(self) -> None:
+        """By length before its grant is used up: at the room of its context."""
         passes(
             self.ID, self._story(A, ScriptedCall(tokens=(13,), reason="length")), ends_by_length=1
         )

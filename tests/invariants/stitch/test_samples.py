@@ -129,8 +129,10 @@ CORRECT: dict[str, TraceScript] = {
         ScriptedCall(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
         budget=4,
     ),
-    "a cap of the stack's own": script_rollout(
-        ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 2}), budget=8
+    "a declared limit of the stack's own": script_rollout(
+        ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 2}),
+        budget=8,
+        limits={"response": 2},
     ),
 }
 

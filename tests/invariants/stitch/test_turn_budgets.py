@@ -47,7 +47,7 @@ def test_a_smaller_grant_of_a_later_turn_is_found() -> None:
     ) == (finding.title, finding.observed, finding.where["call"], finding.where["index"])
     assert finding.expected.startswith("16 tokens of turn 1, or its natural end")
     assert "limits={'turn_tokens': most}" in finding.hint
-    assert {ID} == blamed(cut)
+    assert {ID, "stitch.finish-length"} == blamed(cut)
 
 
 def test_one_token_less_than_is_left_is_found() -> None:
