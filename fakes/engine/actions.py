@@ -269,8 +269,10 @@ async def _kill(fired: FiredAction) -> None:
     # callers take the replies that were sent before the death
     await asyncio.sleep(0)
     fired.fleet.servers[server_id].kill()
-    await fired.pass_steps(fired.action.steps)
-    await fired.fleet.revive(server_id)
+    # one that stays dead leaves nothing to wait for: the run may end before the case's deadline
+    if fired.action.steps:
+        await fired.pass_steps(fired.action.steps)
+        await fired.fleet.revive(server_id)
 
 
 async def _evict(fired: FiredAction) -> None:

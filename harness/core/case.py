@@ -42,7 +42,9 @@ class ActionKind(StrEnum):
     RELABEL = "relabel"
     """Only a new label is published; the weights stay."""
     KILL = "kill"
-    """``server`` dies with everything it runs; callers see an error. It revives after ``steps``."""
+    """``server`` dies with everything it runs; callers see an error. It revives after ``steps``;
+    with 0 of them it stays dead.
+    """
     LOSE_REPLY = "lose-reply"
     """The reply of the triggering call never reaches its caller; the connection errors after
     ``steps``.

@@ -190,3 +190,12 @@ class DroppedByADeadServer(Whole):
             if str(out.finish_reason) == "abort" and not self.complete(request, out):
                 return None
             return self.sample(request, out, self.reason(request, out))
+
+
+class PromptWindow(Thin):
+    """Prompts are cut to their last 32 tokens in the calls (a left truncation that is meant for
+    another model), not in the sample.
+    """
+
+    def prompt(self, run):
+        return [*run.request.prompt_ids[-32:], *run.ids]

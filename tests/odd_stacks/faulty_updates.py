@@ -52,6 +52,20 @@ class OnlyTheFirstIsPaused(Control):
             await self.each(servers[:1], lambda s: s.resume())
 
 
+class OnlyTheFirstClears(Control):
+    """The prefix cache is cleared at the first update alone: a flag that is never set again."""
+
+    clears = True
+
+    async def roll(self, weights, label, servers):
+        clear, self.clears = self.clears, False
+        try:
+            await self.each(servers, lambda s: s.pause("abort", clear_cache=clear))
+            await self.each(servers, lambda s: s.load(weights, label))
+        finally:
+            await self.each(servers, lambda s: s.resume())
+
+
 class UnlabelledTwiceIsOnce(Control):
     """An update with the same label as the last one is skipped as a repetition; two updates without
     a label have the same label None, so the second is lost.

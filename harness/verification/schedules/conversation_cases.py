@@ -16,8 +16,9 @@ _LONG_TURN = 64
 
 
 def cut_turns(corner: Corner) -> Iterator[Case]:
-    """Cut the first turn at the budget, and the second one, while answers are left. Abort the first
-    one where room is left for an answer, and later ones before their first token.
+    """Cut the first turn at the budget, and the second one, while answers are left; end the last
+    one where the budget ends. Abort the first one where room is left for an answer, and later ones
+    before their first token.
     """
     if not corner.contract.multi_turn:
         return
@@ -28,6 +29,8 @@ def cut_turns(corner: Corner) -> Iterator[Case]:
     ending = replace(corner.model, eos_every=1)
     for budget in (3, 4, 5):
         yield corner.case(budget=budget, turns=ANSWERS, model=ending)
+    # the last turn ends by itself on the last token of the budget, and no answer is left
+    yield corner.case(budget=6, turns=ANSWERS, model=ending)
     # before the second turn and before the last one, also twice
     for places in ((1,), (1, 1), (2, 2)):
         empty = (act(ActionKind.ABORT, place, queued=True) for place in places)

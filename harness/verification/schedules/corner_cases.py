@@ -15,6 +15,7 @@ from rollproof.core.case import ActionKind, Case, EngineOptions, Model
 from rollproof.core.contract import Contract, Filler, Logprobs
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Scalar
+from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.verification.schedules.conversation_cases import cut_turns, long_turns
 from rollproof.verification.schedules.corner import (
     ANSWERS,
@@ -23,6 +24,7 @@ from rollproof.verification.schedules.corner import (
     Family,
     act,
     some_tokens,
+    until_end,
     vocab_with,
 )
 from rollproof.verification.schedules.exhaustive import modes_for
@@ -34,6 +36,10 @@ __all__ = ["corner_families"]
 _MANY_REQUESTS = 64
 _MANY_ABORTS = 12
 _EMPTY_ABORTS = 4
+_LONG = 30
+"""Tokens of a long response: more than 16, which is a block of vLLM's KV cache, and the default of
+its ``max_tokens``.
+"""
 _SLOW = EngineOptions(transfer_steps=4)
 _GROUPS = (2, 3, 5, 8)
 _PARAMETERS: tuple[Mapping[str, Scalar], ...] = (
@@ -45,9 +51,12 @@ _PARAMETERS: tuple[Mapping[str, Scalar], ...] = (
         "frequency_penalty": 0.2,
     },
     {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "min_p": 0.1},
+    # greedy, as evaluations are: a value of 0 is a value
+    {"temperature": 0.0},
 )
 """What callers of reasoning models set, between them every parameter that engines share. Not seeds
-and stop strings: a stack may give each call a seed of its own, or stop by itself.
+and stop strings: engines name seeds differently, and a stack may give each call a seed of its own,
+or stop by itself.
 """
 
 
@@ -99,6 +108,10 @@ def _deaths(corner: Corner) -> Iterator[Case]:
     for server in ("s0", "s1"):
         kill = act(ActionKind.KILL, corner.budget // 2, server=server)
         yield corner.case(kill, requests=requests, servers=2)
+    # whichever server has r0 is gone for good, and another one lives
+    for_good = act(ActionKind.KILL, corner.budget // 2, steps=0)
+    # a stack that calls it again every second, for ever, makes a trace that takes long to judge
+    yield corner.case(for_good, requests=requests[:2], servers=2, deadline=1_000.0)
 
 
 def _wide_logprobs(corner: Corner) -> Iterator[Case]:
@@ -140,7 +153,12 @@ def _end_token_inside(corner: Corner) -> Iterator[Case]:
 
 def _many_requests(corner: Corner) -> Iterator[Case]:
     requests = tuple(
-        Request(request_id=f"r{i}", prompt_ids=(100 + i, *PROMPT), max_tokens=min(3, corner.budget))
+        Request(
+            request_id=f"r{i}",
+            prompt_ids=(100 + i, *PROMPT),
+            # most are short, which is quick, and some longer than a call under load may be cut to
+            max_tokens=min(corner.budget, 6 if i % 16 == 15 else 3),
+        )
         for i in range(_MANY_REQUESTS)
     )
     yield corner.case(
@@ -179,6 +197,39 @@ def _unlabelled_updates(corner: Corner) -> Iterator[Case]:
         requests=requests,
         arrivals=(0.0, 30.0, 60.0),
     )
+
+
+def _updates_in_a_row(corner: Corner) -> Iterator[Case]:
+    """Let the cache of each version have a prefix that a call under the next one has, too."""
+    shared = (11, 12, 13, 14)
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(*shared, 15 + i), max_tokens=corner.budget)
+        for i in range(4)
+    )
+    yield corner.case(
+        *(act(ActionKind.SYNC, 1, request.request_id) for request in requests[:3]),
+        requests=requests,
+        arrivals=(0.0, 30.0, 60.0, 90.0),
+        engine=EngineOptions(prefix_cache=True),
+    )
+
+
+def _long_samples(corner: Corner) -> Iterator[Case]:
+    """Sample more than a block of the KV cache, or a default of a server, holds: from a long
+    prompt, and without a stated budget, where the model ends by itself.
+    """
+    half = act(ActionKind.ABORT, _LONG // 2)
+    actions = (half, act(ActionKind.SYNC, _LONG - 5))
+    yield corner.case(*actions, prompt=some_tokens(_LONG + 10), budget=_LONG)
+    model = replace(corner.model, eos_every=_LONG)
+    # where a model ends follows from the seed alone, so one is searched that fits
+    for seed in range(corner.seed, corner.seed + 1000):
+        turn = until_end(CodedPolicy.from_model(model, seed), PROMPT, _LONG)
+        if turn is not None and len(turn) > _LONG // 2 + 5:
+            request = Request(request_id="r0", prompt_ids=PROMPT)
+            aborts = () if corner.aborts_end else (half,)
+            yield corner.case(*aborts, requests=(request,), model=model, seed=seed)
+            return
 
 
 def _slow_updates(corner: Corner) -> Iterator[Case]:
@@ -363,6 +414,7 @@ _FAMILIES: Mapping[str, Family] = {
     "many requests": _many_requests,
     "many aborts": _many_aborts,
     "unlabelled updates": _unlabelled_updates,
+    "updates in a row": _updates_in_a_row,
     "slow updates": _slow_updates,
     "balancing": _balancing,
     "missed update": _missed_update,
@@ -375,4 +427,5 @@ _FAMILIES: Mapping[str, Family] = {
     "sampling parameters": _sampling,
     "groups": _groups,
     "own stops": own_stops,
+    "long samples": _long_samples,
 }

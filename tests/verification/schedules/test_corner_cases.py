@@ -14,6 +14,7 @@ import pytest
 from rollproof.core.case import ActionKind, Case
 from rollproof.core.contract import Contract, Filler
 from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Fault, Result
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Request, Rollout
 from rollproof.core.subjects import SubjectFactory
@@ -151,6 +152,29 @@ def test_a_turn_is_cut_where_the_environment_has_room_for_an_answer() -> None:
         and not action.when.queued
         and (request.budget or 0) > action.when.tokens + len(request.turns[0])
     ]
+
+
+@pytest.mark.parametrize("seed", [0, 5, 1234567])
+def test_samples_are_longer_than_a_block_and_need_no_budget(seed: int) -> None:
+    """A long prompt with a long response, and a response that the model itself ends beyond the 16
+    tokens at which a default would cut it.
+    """
+    bounded, free = _corners(AsSampled, seed)["long samples"]
+    (request,) = bounded.requests
+    assert (40, 30) == (len(request.prompt_ids), request.max_tokens)
+    assert free.requests[0].budget is None
+    (result,) = (event for event in run_case(AsSampled, free).events if isinstance(event, Result))
+    assert result.rollout is not None
+    assert FinishReason.STOP is result.rollout.finish_reason
+    assert len(result.rollout.response_ids) > 16
+
+
+def test_a_server_that_stays_dead_holds_nothing_up() -> None:
+    """The run ends with its requests: nobody waits for a server that does not come back."""
+    for_good = _corners(AsSampled)["deaths"][-1]
+    events = run_case(AsSampled, for_good).events
+    assert ["death"] == [event.what for event in events if isinstance(event, Fault)]
+    assert events[-1].time < 100
 
 
 def test_what_a_contract_rules_out_is_not_made() -> None:
