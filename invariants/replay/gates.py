@@ -127,23 +127,25 @@ def replay_gate_gradients(view: StepView, out: Collector) -> None:
     if not view.replays or not view.ordinary or not view.done or not view.step.backward:
         return
     assert view.outcome is not None
-    # Gradients of gates are optional in an outcome: an adapter may not reach them.
-    if not view.outcome.gates:
+    norms, gates = _native_norms(view), view.outcome.gates
+    # Gradients of gates are optional in an outcome: an adapter may not reach them. One that native
+    # steps report and a replay does not is gone.
+    if not gates and not norms:
         out.absent("the subject reports no gradients of its gates")
         return
-    norms = _native_norms(view)
-    for layer, sketch in sorted(view.outcome.gates.items()):
+    for layer in sorted({*gates, *norms}):
         if layer not in norms:
             out.absent(_NO_GRADIENT)
             continue
         out.exercised("gates")
         # After a native top-k the scores of other experts are zero, and so are the gates of a
         # drifted replay (ISEEKYAN/Megatron-LM#49).
-        if not sketch[0] > 0:
+        norm = float(gates[layer][0]) if layer in gates else None
+        if norm is None or not norm > 0:
             out.finding(
                 "the gradient of a gate is dead",
                 expected=f"a gradient, as in native steps (norm {norms[layer]:.3g})",
-                observed=f"norm {sketch[0]:.3g}",
+                observed="none" if norm is None else f"norm {norm:.3g}",
                 where=view.place(layer=layer),
                 hint=(
                     "Gate values must be gathered from live scores of all experts: after a native"

@@ -127,13 +127,22 @@ def _must_repeat(
 )
 def replay_recompute_results(view: StepView, out: Collector) -> None:
     """Compare a step with recompute with one without."""
+    # a recomputed self-replay repeats a native step: two things differ, and either may be at fault
+    title, first = "recompute changes the results", ""
+    if view.replays and view.same_as is not None and not view.same_as.replays:
+        title = "self-replay with recompute changes the results"
+        first = (
+            "If self-replay changes them without recompute as well (replay.self-loss,"
+            " replay.self-gradients), this follows from it. "
+        )
     _must_repeat(
         view,
         out,
         "recomputed",
         "recomputed steps",
-        title="recompute changes the results",
-        hint=(
+        title=title,
+        hint=first
+        + (
             "The recompute must execute what the forward pass did: a target that was cleared"
             " or overwritten before the backward pass, or one left by an earlier step, gives"
             " wrong gradients without an error if checkpoints are reentrant (SkyRL#1908,"

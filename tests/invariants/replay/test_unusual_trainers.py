@@ -467,6 +467,43 @@ def test_a_correct_but_unusual_trainer_is_not_blamed(
     assert verdicts == {name: str(found[name].verdict) for name in verdicts}
 
 
+class GatesGone(ReplayTrainer):
+    """Gates get no gradient under replay, and are missing among those reported."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        return replace(outcome, gates={}) if step.action is Action.REPLAY else outcome
+
+
+class ScaledReplay(ReplayTrainer):
+    """A replay has gradients of another size, recomputed or not."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        if step.action is not Action.REPLAY:
+            return outcome
+        gradients = {name: 2 * value for name, value in outcome.gradients.items()}
+        return replace(outcome, gradients=gradients)
+
+
+def test_gates_that_only_native_steps_report_are_dead() -> None:
+    """A trainer that never reports gates leaves it unknown; one that loses them does not."""
+    result = results(GatesGone)["gate-gradients"]
+    assert Verdict.FAIL is result.verdict
+    assert "the gradient of a gate is dead" == result.findings[0].title
+    assert "none" == result.findings[0].observed
+    assert Verdict.UNKNOWN is results(Silent)["gate-gradients"].verdict
+
+
+def test_a_recomputed_self_replay_is_not_blamed_on_the_recompute_alone() -> None:
+    """It differs from a native step in two ways, and the finding names the other check."""
+    found = results(ScaledReplay)
+    assert Verdict.FAIL is found["self-gradients"].verdict
+    finding = found["recompute-results"].findings[0]
+    assert "self-replay with recompute changes the results" == finding.title
+    assert finding.hint.startswith("If self-replay changes them without recompute as well")
+
+
 def test_a_trainer_without_a_reference_is_told_what_stays_open() -> None:
     """The method is optional, so that nothing is unknown; but nothing else shows the weights."""
     found = results(Plain, "drift")["reference"]
