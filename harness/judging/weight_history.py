@@ -167,7 +167,8 @@ class WeightHistory:
         """Return the weights that were published or requested under a label before the event
         ``moment``, each with that label, in order and each pair once.
         """
-        events = sorted([*self.updates, *self.requested], key=_index)
+        events: list[Update | Weights] = [*self.updates, *self.requested]
+        events.sort(key=_index)
         return tuple(
             dict.fromkeys(
                 (event.version, event.label)
