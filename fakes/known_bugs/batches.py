@@ -439,7 +439,6 @@ BUGS: tuple[KnownBug, ...] = (
         kind="batches",
         make=_BatchLengthByPaddingToken,
         detected_by=("batch.tokens",),
-        may_fail=("batch.padding",),
     ),
     KnownBug(
         id="batch-logprobs-shifted",
