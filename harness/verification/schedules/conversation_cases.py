@@ -30,7 +30,7 @@ def cut_turns(corner: Corner) -> Iterator[Case]:
     for budget in (3, 4, 5):
         yield corner.case(budget=budget, turns=ANSWERS, model=ending)
     # the last turn ends by itself on the last token of the budget, and no answer is left
-    yield corner.case(budget=6, turns=ANSWERS, model=ending)
+    yield corner.case(budget=4, turns=ANSWERS[:1], model=ending)
     # before the second turn and before the last one, also twice
     for places in ((1,), (1, 1), (2, 2)):
         empty = (act(ActionKind.ABORT, place, queued=True) for place in places)
