@@ -155,11 +155,15 @@ def _other_arrays(value: Any) -> Iterator[tuple[str, Any]]:
             repeated = value.copy()
             repeated[0, ..., -1] = repeated[0, ..., -2]
             yield " with a cell twice", repeated
-    cells = (np.nan, 0.0, -3.0, 0.5) if value.dtype.kind == "f" else (0, 1, value.max() + 1, -1)
+    cells: tuple[float, ...] = (np.nan, 0.0, -3.0, 0.5)
+    if value.dtype.kind != "f":
+        cells = (0, 1, int(value.max()) + 1, -1)
+    if value.dtype.kind in "iu":
+        # compact ids may fill their type: nothing is above the largest one
+        limits = np.iinfo(value.dtype)
+        cells = tuple(cell for cell in cells if limits.min <= cell <= limits.max)
     for place in (0, len(value) - 1):
         for cell in cells:
-            if value.dtype.kind == "u" and cell < 0:
-                continue
             copy = value.copy()
             copy[place] = cell
             yield f" {cell} at {place}", copy
