@@ -206,8 +206,14 @@ def lowest(session: nox.Session) -> None:
     )
     session.install("-r", versions)
     session.install("--no-deps", ".")
-    # The lowest typer uses what the newest click, which typer does not bound, calls deprecated.
-    quiet = ("-W", "ignore:'click:DeprecationWarning")
+    # The lowest typer and matplotlib use what the newest click and pyparsing, which they do not
+    # bound, call deprecated.
+    quiet = (
+        "-W",
+        "ignore:'click:DeprecationWarning",
+        "-W",
+        "ignore:'enablePackrat':DeprecationWarning",
+    )
     tests = session.posargs or ["-n", "2", "--dist", "loadfile", "tests"]
     session.run("pytest", *quiet, *tests)
 

@@ -111,8 +111,8 @@ def test_labels_that_are_missing_for_some_tokens(
 @pytest.mark.parametrize("kind", ["list_view", "large_list", "fixed_size_list"])
 def test_every_kind_of_list(tmp_path: Path, kind: str) -> None:
     """Lists by any of Arrow's layouts are read alike."""
-    if not hasattr(pa, "list_view"):
-        pytest.skip("this pyarrow has no list views")
+    if kind == "list_view" and int(pa.__version__.partition(".")[0]) < 19:
+        pytest.skip("this pyarrow writes no list views into Parquet files")
     made = {
         "list_view": pa.list_view(pa.float64()),
         "large_list": pa.large_list(pa.float64()),
