@@ -66,7 +66,7 @@ class Placed:
         # attention elsewhere is another fault
         if not np.isin(self.places, own).all():
             return np.zeros(0, np.int64)
-        return own[self.row.attention[own] == 0]
+        return np.asarray(own[self.row.attention[own] == 0], np.int64)
 
     @property
     def response_places(self) -> Places:
