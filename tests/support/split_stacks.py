@@ -123,7 +123,8 @@ class _Client:
         """Send the turn so far to one of the servers."""
         request = turn.request
         turn.calls += 1
-        return await servers[turn.calls % len(servers)].generate(
+        # prefill and decode calls take turns: each kind must reach all servers of its own
+        return await servers[turn.calls // 2 % len(servers)].generate(
             prompt_ids=list(turn.sent),
             max_tokens=budget,
             request_id=f"{request.request_id}:{len(turn.context)}:{turn.calls}",

@@ -108,10 +108,11 @@ def _deaths(corner: Corner) -> Iterator[Case]:
     for server in ("s0", "s1"):
         kill = act(ActionKind.KILL, corner.budget // 2, server=server)
         yield corner.case(kill, requests=requests, servers=2)
-    # whichever server has r0 is gone for good, and another one lives
+    # Whichever server has r0 is gone for good, and others live: one of four is not the only one of
+    # its role where prefill and decode have servers of their own.
     for_good = act(ActionKind.KILL, corner.budget // 2, steps=0)
     # a stack that calls it again every second, for ever, makes a trace that takes long to judge
-    yield corner.case(for_good, requests=requests[:2], servers=2, deadline=1_000.0)
+    yield corner.case(for_good, requests=requests[:2], servers=4, deadline=1_000.0)
 
 
 def _wide_logprobs(corner: Corner) -> Iterator[Case]:
