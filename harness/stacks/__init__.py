@@ -122,7 +122,7 @@ class StackPart:
     def __init__(self, stack: str, part: str, *, checkout: str | Path | None = None) -> None:
         self.stack = stack
         self.part = part
-        self.checkout = None if checkout is None else str(checkout)
+        self.checkout: str | None = None if checkout is None else str(checkout)
 
     def __call__(self) -> Any:
         """Return a fresh subject. Raises as ``load_stack`` does, and ``UsageError`` for an unknown

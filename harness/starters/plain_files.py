@@ -89,6 +89,10 @@ def collate(samples):
             mask = np.where(missing, 0, mask)
         batch["loss_mask"][i, begin:end] = mask
         if sample.routes is not None:
+            # more rows than tokens would fit as well, into the padding of a shorter sample
+            if not end - 1 <= len(sample.routes) <= end:
+                rows = len(sample.routes)
+                raise ValueError(f"{{sample.request_id}}: {{rows}} rows of routes, {{end}} tokens")
             batch["routes"][i, : len(sample.routes)] = sample.routes
     return batch
 

@@ -62,7 +62,7 @@ ROLLOUTS = {
     faulty_updates.TransferTimesOut: ("weights.update-loads", "slow updates"),
     faulty_updates.OnlyTheFirstIsPaused: ("weights.no-stale-cache", "slow updates"),
     faulty_updates.UnlabelledTwiceIsOnce: ("weights.update-loads", "unlabelled updates"),
-    faulty_updates.RetryLeftBehind: ("weights.one-load-per-version", "many requests"),
+    faulty_updates.RetryLeftBehind: ("weights.one-load-per-version", "slow updates"),
     faulty_updates.OneUpdateDrops: ("lifecycle.drops-only-as-declared", "slow updates"),
     faulty_updates.OneUpdateSamplesAnew: ("stitch.resume-prompt", "slow updates"),
     faulty_updates.StaleWhenDelivered: ("weights.staleness-bound", "slow updates"),
