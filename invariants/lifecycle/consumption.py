@@ -73,6 +73,9 @@ def _junctions(view: RequestView) -> Iterator[_Junction]:
     for _, step in steps:
         if isinstance(step, Attempt):
             sent = step.call.prompt_ids
+            if sent == before:
+                # the same call again, whose earlier reply may still be the one that is used
+                continue
             if sent[: len(before)] == before and replies:
                 yield _Junction(before, sent[len(before) :], tail, tuple(replies), step.call)
             before, replies, tail = sent, [], ()

@@ -142,6 +142,20 @@ class TestRetries:
         assert "a late reply was used for another request" == finding.title
         assert "the tokens of call 1 of request 'r1' in the sample" == finding.observed
 
+    def test_an_own_reply_that_came_before_a_call_was_repeated_may_be_used(self) -> None:
+        """Of two candidates one is sent again; the other one's token is also that of a reply of
+        another request that was lost, by chance.
+        """
+        script = TraceScript()
+        script.submit("r0", (1, 2)).submit("r1", (7, 8))
+        lost, candidate, other = script.call((7, 8), "r1"), script.call((1, 2)), script.call((1, 2))
+        script.fault("lost-reply", "s0", lost).fault("lost-reply", "s0", other)
+        script.reply(candidate, (0,), reason="stop").reply(lost, (0,)).reply(other, (3,))
+        again = script.call((1, 2))
+        script.reply(again, (3,)).result((0,))
+        # the other request is looked at, too: it has two such neighbours
+        passes(self.ID, script, replies_after_a_retry=1, replies_of_other_requests=2)
+
     def test_stray_replies_that_nobody_else_takes_pass(self) -> None:
         """The late reply stays with its own request."""
         script = TraceScript()
