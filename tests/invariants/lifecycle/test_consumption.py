@@ -153,7 +153,7 @@ class TestRetries:
         script.reply(candidate, (0,), reason="stop").reply(lost, (0,)).reply(other, (3,))
         again = script.call((1, 2))
         script.reply(again, (3,)).result((0,))
-        # the other request is looked at, too: it has two such neighbours
+        # each of the two requests has one of the other
         passes(self.ID, script, replies_after_a_retry=1, replies_of_other_requests=2)
 
     def test_stray_replies_that_nobody_else_takes_pass(self) -> None:
