@@ -154,24 +154,31 @@ class LoadedTwice(Control):
 
 
 class UpdateRetriedEverywhere(Control):
-    """If the transfer to one server breaks, the update is run again for all of them."""
+    """If the transfer to one server breaks, the update is run again for all of them, before the
+    next one begins.
+    """
+
+    def prepare(self):
+        super().prepare()
+        self.one_update = asyncio.Lock()
 
     async def update_weights(self, version):
-        for attempt in range(4):
-            try:
-                await super().update_weights(version)
-            except TransferFailed:
-                if attempt == 3:
-                    raise
-                await asyncio.sleep(2)
-            else:
-                return
+        async with self.one_update:
+            for attempt in range(4):
+                try:
+                    await super().update_weights(version)
+                except TransferFailed:
+                    if attempt == 3:
+                        raise
+                    await asyncio.sleep(2)
+                else:
+                    return
 
 
 class TooOldIsDropped(Control):
     """A bound on staleness that a rollout is held to when its last call has ended: by the label
     that the trainer published last, and the oldest one of its tokens. A sample that came to be too
-    old is dropped.
+    old is dropped. An update without a label, which no token would show, waits until nothing runs.
     """
 
     contract = promise(versions="token", max_staleness=1)
@@ -179,13 +186,36 @@ class TooOldIsDropped(Control):
     def prepare(self):
         super().prepare()
         self.newest = self.fleet.case.first_version
+        self.running = self.unlabelled = 0
+        self.changed = asyncio.Condition()
 
     async def update_weights(self, version):
         if version is not None:
             self.newest = max(self.newest, version)
-        await super().update_weights(version)
+            await super().update_weights(version)
+            return
+        self.unlabelled += 1
+        try:
+            async with self.changed:
+                await self.changed.wait_for(lambda: not self.running)
+            await super().update_weights(None)
+        finally:
+            self.unlabelled -= 1
+            async with self.changed:
+                self.changed.notify_all()
 
     async def rollout(self, request):
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.unlabelled)
+            self.running += 1
+        try:
+            return await self.fresh(request)
+        finally:
+            self.running -= 1
+            async with self.changed:
+                self.changed.notify_all()
+
+    async def fresh(self, request):
         sample = await super().rollout(request)
         tags = [tag for tag in sample["token_versions"] if tag is not None]
         too_old = self.newest - min(tags, default=self.newest) > 1
@@ -199,4 +229,4 @@ class TooOldIsSampledAnew(TooOldIsDropped):
     """Its prompt is sampled again."""
 
     async def instead(self, request):
-        return await self.rollout(request)
+        return await self.fresh(request)
