@@ -291,6 +291,9 @@ def _module_of_file(name: str, option: str) -> str:
     if not file.is_file():
         raise UsageError(f"There is no file {name}: {option} takes module:factory or FILE:factory.")
     folder, module = module_of(file)
+    if module in sys.modules:
+        # before its folder is searched: processes that this one starts would import it
+        _check_file(sys.modules[module], file)
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,13 @@ def test_a_file_with_the_name_of_an_imported_module_is_not_taken_for_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Neither is the other module searched, nor put out of its place."""
-    file = tmp_path / "queue.py"
+    # not in the current folder, which commands search: processes of later tests would take it
+    file = tmp_path / "apart" / "queue.py"
+    file.parent.mkdir()
     file.write_text("class Stack: ...\n", encoding="utf-8")
     text = output_of(capsys, "verify", "--subject", f"{file}:Stack", code=ExitCode.USAGE)
     assert "queue.py cannot be imported: Python has a module 'queue' already (" in text
+    assert str(file.parent) not in sys.path
     assert f"({queue.__file__}). Give the file another name." in text
 
 
