@@ -25,15 +25,19 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.events.training import Batch, Score
+from rollproof.core.events.weights import Adapter, AdapterChange, Checksums
 from rollproof.core.trace import EVENT_KINDS, SCHEMA, Header, Recorder, Trace, TraceSink
 
 __all__ = [
     "EVENT_KINDS",
     "SCHEMA",
     "Abort",
+    "Adapter",
+    "AdapterChange",
     "Admit",
     "Batch",
     "Call",
+    "Checksums",
     "Chunk",
     "Event",
     "Fault",

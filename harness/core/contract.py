@@ -14,6 +14,8 @@ from functools import wraps
 from typing import Any, Self
 
 from rollproof.core.conventions import (
+    Adapters,
+    Deltas,
     Filler,
     KvPolicy,
     LayerAxis,
@@ -37,7 +39,9 @@ from rollproof.core.replay_contract import ReplayTerms
 from rollproof.errors import ContractError
 
 __all__ = [
+    "Adapters",
     "Contract",
+    "Deltas",
     "Filler",
     "KvPolicy",
     "LayerAxis",
@@ -140,6 +144,10 @@ class Contract:
             makes the contract of one.
         correction: The terms of a correction for off-policy rollouts.
             ``rollproof.corrections.correction_contract`` makes the contract of one.
+        adapters: Set this if weight updates bring adapters (LoRA) that calls then name: whether the
+            base model may change, too. ``None``: updates bring the model itself.
+        deltas: Set this if weight updates may bring deltas: what a delta does to the tensors.
+            ``None``: every update brings all tensors.
     """
 
     rows: Rows
@@ -176,6 +184,8 @@ class Contract:
     engine: EngineTerms | None = None
     replay: ReplayTerms | None = None
     correction: CorrectionTerms | None = None
+    adapters: Adapters | None = None
+    deltas: Deltas | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -543,4 +553,6 @@ _ENUMS: Mapping[str, type[StrEnum]] = {
     "layer_axis": LayerAxis,
     "filler": Filler,
     "provenance": Provenance,
+    "adapters": Adapters,
+    "deltas": Deltas,
 }

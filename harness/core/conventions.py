@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 __all__ = [
+    "Adapters",
+    "Deltas",
     "Filler",
     "KvPolicy",
     "LayerAxis",
@@ -191,3 +193,23 @@ class PartialOff(StrEnum):
     """The rollout returns nothing."""
     SURFACED = "surfaced"
     """The rollout returns it with finish reason ``abort``."""
+
+
+class Adapters(StrEnum):
+    """Whether the base model changes under the adapters (LoRA) that updates bring."""
+
+    FROZEN_BASE = "frozen-base"
+    """The base model stays as it is: every update brings an adapter."""
+    MOVING_BASE = "moving-base"
+    """The trainer may merge its adapter into the base model and go on with a new one: such an
+    update brings the base model.
+    """
+
+
+class Deltas(StrEnum):
+    """What a delta does to the tensors of an engine."""
+
+    OVERWRITE = "overwrite"
+    """It has new values, so applying it again changes nothing (verl's ``delta_sharded``, TRL)."""
+    ADD = "add"
+    """It has differences (sums, XOR), so it may be applied once only (SkyRL, miles)."""

@@ -38,6 +38,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.events.training import Batch, Score
+from rollproof.core.events.weights import Adapter, Checksums
 
 __all__ = ["EVENT_KINDS", "SCHEMA", "Header", "Recorder", "Trace", "TraceSink"]
 
@@ -73,6 +74,8 @@ _KINDS = (
     Residue,
     Laid,
     Corrected,
+    Adapter,
+    Checksums,
 )
 EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 

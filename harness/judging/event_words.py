@@ -28,6 +28,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.events.training import Batch
+from rollproof.core.events.weights import Adapter, AdapterChange, Checksums
 from rollproof.core.records import FinishReason, Span, Version, spread
 
 __all__ = [
@@ -69,6 +70,8 @@ def describe(event: Event) -> str:
     """
     if isinstance(event, Weights):
         return _describe_weights(event)
+    if isinstance(event, Adapter):
+        return _describe_adapter(event)
     if isinstance(event, Abort):
         return f"abort of {_describe_aborted(event)} on {event.server_id}"
     if isinstance(event, Pause):
@@ -109,7 +112,9 @@ def described(event: Event) -> str:
     if isinstance(event, Submit):
         return describe_submit(event)
     if isinstance(event, Call):
-        return f"call {event.call_id} on {event.server_id} with {tokens(len(event.prompt_ids))}"
+        adapter = "" if event.adapter is None else f" by adapter {_shortened(event.adapter)}"
+        sent = tokens(len(event.prompt_ids))
+        return f"call {event.call_id} on {event.server_id} with {sent}{adapter}"
     if isinstance(event, Admit):
         return f"call {event.call_id} admitted on {event.server_id}"
     if isinstance(event, Reply):
@@ -120,6 +125,9 @@ def described(event: Event) -> str:
         return f"{_counted(event.count, 'event')} not recorded: {_shortened(event.reason)}"
     if isinstance(event, Gauge):
         return f"{event.name} = {event.value:g} at the {event.phase} of the run"
+    if isinstance(event, Checksums):
+        owner = event.server_id or "the trainer"
+        return f"{owner} told {_counted(len(event.digests), 'checksum')}"
     return describe(event) or _describe_training(event) or str(event.kind)
 
 
@@ -211,10 +219,22 @@ def _describe_weights(event: Weights) -> str:
         return f"label {event.label} published on {event.server_id}"
     label = "" if event.label in (None, event.version) else f" under the label {event.label}"
     equal = ", equal weights" if event.identity else ""
+    if event.adapter is not None:
+        adapter = _shortened(event.adapter)
+        what = "load" if event.version is None else f"version {event.version}"
+        return f"{what} of adapter {adapter} on {event.server_id}{label}{equal}"
     if event.version is None:
         # a recorder at the wire sees that weights are loaded, and not which
         return f"load of weights on {event.server_id}{label}{equal}"
-    return f"sync to {named(event.version)} on {event.server_id}{label}{equal}"
+    delta = "" if event.delta_of is None else f" by a delta from {named(event.delta_of)}"
+    return f"sync to {named(event.version)} on {event.server_id}{label}{equal}{delta}"
+
+
+def _describe_adapter(event: Adapter) -> str:
+    adapter = f"adapter {_shortened(event.name)}"
+    if event.change is AdapterChange.IGNORED:
+        return f"load of {adapter} ignored by {event.server_id}, which has it"
+    return f"{adapter} {event.change} on {event.server_id}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -33,6 +33,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.events.training import Batch
+from rollproof.core.events.weights import Adapter
 from rollproof.core.oracle import Oracle
 from rollproof.core.trace import EVENT_KINDS, Header
 from rollproof.judging.attempt import Attempt
@@ -531,6 +532,6 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Result: Judge._result,
     Update: Judge._update,
     Unrecorded: Judge._unrecorded,
-    **dict.fromkeys((Pause, Resume, Flush), Judge._precede),
+    **dict.fromkeys((Pause, Resume, Flush, Adapter), Judge._precede),
     **dict.fromkeys((Step, Outcome, Batch, Laid), Judge._precede_in_words),
 }

@@ -99,7 +99,13 @@ def test_defaults_of_stored_fields_never_change() -> None:
             "group": None,
             "turns": (),
         },
-        Call: {"media": None, "want_routes": True, "want_logprobs": True, "routes_start": 0},
+        Call: {
+            "media": None,
+            "want_routes": True,
+            "want_logprobs": True,
+            "routes_start": 0,
+            "adapter": None,
+        },
         EngineOutput: {
             "routes_start": 0,
             "version": None,
@@ -110,7 +116,16 @@ def test_defaults_of_stored_fields_never_change() -> None:
         },
         Reply: {"delivered": True, "duplicate": False, "true_tokens": None, "true_rows": None},
         Pause: {"clear_cache": False, "progress": None},
-        Weights: {"loaded": True, "identity": False, "flushed": False, "progress": None},
+        Weights: {
+            "loaded": True,
+            "identity": False,
+            "flushed": False,
+            "progress": None,
+            "adapter": None,
+            "base": None,
+            "delta_of": None,
+            "true_scale": None,
+        },
         Rollout: {
             "logprobs": None,
             "loss_mask": None,

@@ -75,6 +75,7 @@ class Call(Event):
         crossed: Calls with the same prompt that were answered in the instant in which this one was
             made, if those replies did not lead to it: it was made by a timer, say. Known on the
             virtual clock only.
+        adapter: The name of the adapter that is to serve the call; ``None``: the base model.
     """
 
     kind: ClassVar[str] = "call"
@@ -96,6 +97,7 @@ class Call(Event):
     stop_token_ids: tuple[int, ...] = ()
     stop_string_tokens: tuple[int, ...] = ()
     crossed: tuple[int, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +114,8 @@ class Reply(Event):
     """An engine answered a call.
 
     A version in ``true_rows`` or ``true_tokens`` that mixes KV of several versions is labelled
-    ``"mixed"``.
+    ``"mixed"``. Weights of no version at all are labelled ``"altered"``: an adapter over a base
+    model that it was not trained on, or at another scale; a delta on other weights than its own.
 
     Attributes:
         delivered: Whether the caller received it.
@@ -234,6 +237,13 @@ class Weights(Event):
         progress: As in ``Pause``.
         by_harness: Whether rollproof loaded or labelled them itself (a skew, a revival, a label of
             its own), not the stack.
+        adapter: The name under which the weights were loaded as an adapter; ``None``: the base
+            model has them.
+        base: The weights of the base model on which the adapter was trained; ``None``: not known.
+        delta_of: The weights from which the delta was made that was loaded; ``None``: all tensors
+            were loaded.
+        true_scale: The scale at which the server applies the adapter, as a multiple of the one with
+            which it was trained.
     """
 
     kind: ClassVar[str] = "weights"
@@ -247,6 +257,10 @@ class Weights(Event):
     progress: Mapping[int, int] | None = None
     # what the harness does to a server must not count as the stack's doing
     by_harness: bool = False
+    adapter: str | None = None
+    base: Version = None
+    delta_of: Version = None
+    true_scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,8 +311,9 @@ class Fault(Event):
     Attributes:
         what: ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (only the client knows how
             much of the reply it received), ``duplicate-reply``, ``late-reply``, ``reject``,
-            ``update-failure``, ``update-hung`` (an update that outlasted the deadline), ``retag``,
-            ``leave`` and ``join`` (a server leaves the balancer, and joins it again).
+            ``update-failure``, ``update-hung`` (an update that outlasted the deadline),
+            ``partial-update`` (a transfer broke when it had replaced some of the tensors),
+            ``retag``, ``leave`` and ``join`` (a server leaves the balancer, and joins it again).
     """
 
     kind: ClassVar[str] = "fault"
