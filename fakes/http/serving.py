@@ -6,11 +6,10 @@ import asyncio
 import errno
 import gc
 import importlib
-import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -26,6 +25,7 @@ from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fake_server import FakeServer
 from rollproof.fakes.http.fault_plan import FaultPlan, plan_summary
 from rollproof.fakes.http.gateway import RouterKind, make_router
+from rollproof.fakes.http.listening import listening, stopped_by_signal
 from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.sglang.server import sglang_app
 from rollproof.fakes.http.vllm.server import vllm_app
@@ -173,14 +173,8 @@ def serve_forever(
     """
 
     async def run() -> list[str]:
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # not possible outside of a main thread, nor on Windows
-            with suppress(NotImplementedError, ValueError, RuntimeError):
-                loop.add_signal_handler(number, stopping.set)
         return await _serve_until(
-            stopping,
+            stopped_by_signal(),
             server,
             options,
             sockets,
@@ -410,15 +404,6 @@ class _ByPort:
         await self._apps[scope["server"][1]](scope, receive, send)
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals alone."""
-
-    # uvicorn raises them again when it is done, which ends the process before its trace is written
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def _listening(
     apps: Sequence[tuple[socket.socket, ASGIApp]],
@@ -439,20 +424,12 @@ async def _listening(
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
     )
-    server = _Server(config)
-    serve = asyncio.gather(server.serve(sockets=[bound for bound, _ in apps]))
-    # uvicorn has no event for this, only the flag
-    while not server.started:
-        if serve.done():
-            serve.result()
-        await asyncio.sleep(0.005)
-    clock = asyncio.create_task(_count_seconds(server.server_state))
-    try:
-        yield
-    finally:
-        clock.cancel()
-        server.should_exit = True
-        await serve
+    async with listening(config, [bound for bound, _ in apps]) as server:
+        clock = asyncio.create_task(_count_seconds(server.server_state))
+        try:
+            yield
+        finally:
+            clock.cancel()
 
 
 async def _count_seconds(state: ServerState) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rollproof.core.error_text import describe_error
 from rollproof.core.events.rollout import Submit
 from rollproof.core.trace import Header
 from rollproof.errors import RollproofError
+from rollproof.fakes.http.listening import listening, stopped_by_signal
 from rollproof.fakes.http.serving import address_of
 from rollproof.recording.background_writer import BackgroundWriter, Dropped
 from rollproof.recording.live_trace import Counts, LiveTrace, WallClock
@@ -234,12 +234,7 @@ def run_proxy(
     """
 
     async def run() -> RecordingProxy:
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # not possible outside of a main thread, nor on Windows
-            with suppress(NotImplementedError, ValueError, RuntimeError):
-                loop.add_signal_handler(number, stopping.set)
+        stopping = stopped_by_signal()
         try:
             proxy = RecordingProxy(options, on_failure)
         except BaseException:
@@ -251,16 +246,6 @@ def run_proxy(
         return proxy
 
     return asyncio.run(run())
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals alone: uvicorn raises them again when it is done, which would
-    end the process before its trace is sealed.
-    """
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @asynccontextmanager
@@ -279,18 +264,8 @@ async def _listening(app: ProxyApp, bound: socket.socket) -> AsyncIterator[None]
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_SECONDS_TO_END,
     )
-    server = _Server(config)
-    serve = asyncio.create_task(server.serve(sockets=[bound]))
-    # uvicorn has no event for this, only the flag
-    while not server.started:
-        if serve.done():
-            serve.result()
-        await asyncio.sleep(0.005)
-    try:
+    async with listening(config, [bound]):
         yield
-    finally:
-        server.should_exit = True
-        await serve
 
 
 def _request_of(report: Report) -> str:
