@@ -39,6 +39,7 @@ SITUATIONS = frozenset(
         "calls frozen by a pause",
         "calls lost with their server",
         "calls while replicas were out of step",
+        "events that were not recorded",
         "preemptions",
         "prefills again after a pause",
         "prefix-cache hits",

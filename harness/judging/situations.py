@@ -24,6 +24,7 @@ from rollproof.core.events.rollout import (
     Reply,
     Result,
     Submit,
+    Unrecorded,
     Weights,
 )
 from rollproof.core.events.training import Batch
@@ -136,6 +137,7 @@ class SituationCounter:
             Fault: self._fault,
             Result: self._result,
             Batch: self._batch,
+            Unrecorded: self._unrecorded,
         }
 
     def event(self, event: Event) -> None:
@@ -416,6 +418,9 @@ class SituationCounter:
             self._add("responses with the end token inside")
         if len(request.versions) > 2:
             self._add("rollouts across two or more updates")
+
+    def _unrecorded(self, event: Unrecorded) -> None:
+        self._add("events that were not recorded", event.count)
 
     def _batch(self, event: Batch) -> None:
         self._add("samples in batches", len(event.samples))

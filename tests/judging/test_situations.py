@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.events.rollout import Fault
+from rollproof.core.events.rollout import Fault, Unrecorded
 from rollproof.core.records import Span
 from rollproof.core.trace import Trace
 from rollproof.judging.situations import SituationCounter
@@ -235,3 +235,11 @@ def test_a_stream_that_may_have_broken_is_counted_in_words() -> None:
         Fault(what="broken-stream", server_id="s0", call_id=1)
     )
     assert 1 == _counts(story.trace())["streams that may not have been read to their end"]
+
+
+def test_events_that_were_not_recorded_are_summed() -> None:
+    """The report says how much of a recording is missing, over all its gaps."""
+    script = _teller()
+    script.add(Unrecorded(reason="the queue was full", count=40))
+    script.add(Unrecorded(reason="its reply was no JSON", request_id="r0"))
+    assert _counts(script.trace())["events that were not recorded"] == 41
