@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import rollproof.contracts  # noqa: F401 - an attribute, for type checkers
+    from rollproof.core.batch_columns import Column as Column
+    from rollproof.core.batch_columns import ColumnExtent as ColumnExtent
     from rollproof.core.case import Action as Action
     from rollproof.core.case import ActionKind as ActionKind
     from rollproof.core.case import Case as Case
@@ -84,6 +86,7 @@ _HOMES = {
     "verification.corrections": ("judge_corrections",),
     "corrections.correction_subject": ("CorrectionSubject", "correction_function"),
     "verification.rollouts": ("run_conformance",),
+    "core.batch_columns": ("Column", "ColumnExtent"),
     "core.case": ("Action", "ActionKind", "Case", "Trigger"),
     "judging.checks": (
         "Check",
@@ -146,6 +149,8 @@ __all__ = [
     "Check",
     "CheckResult",
     "Collector",
+    "Column",
+    "ColumnExtent",
     "ConformanceError",
     "Contract",
     "ContractError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollproof.core.records import (
     BatchRow,
+    ColumnArray,
     EngineOutput,
     FinishReason,
     FloatArray,
@@ -23,6 +24,7 @@ from rollproof.core.records import (
 
 __all__ = [
     "BatchRow",
+    "ColumnArray",
     "EngineOutput",
     "FinishReason",
     "FloatArray",

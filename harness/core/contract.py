@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any, Self
 
+from rollproof.core.batch_columns import Column, as_columns
 from rollproof.core.conventions import (
     Adapters,
     Deltas,
@@ -124,6 +125,8 @@ class Contract:
         reply_gaps: Whether the stack takes a reply without the logprobs or the routes that its call
             requested. Cases then have such replies; those without routes need a ``filler``.
             ``missing_logprobs`` says how it marks the tokens.
+        columns: The further columns that a batch carries: each a ``Column``, or a mapping of its
+            fields. The samples of cases then have them. For conversions into batches only.
         pad_id: The token with which the stack pads, most often an end of sequence; ``None``: 0.
             Cases have samples that contain it.
         final_row: The content of the last sampled token's row, which no forward computed; with
@@ -171,6 +174,7 @@ class Contract:
     limits: RolloutLimits | None = None
     own_stops: OwnStops | None = None
     reply_gaps: bool = False
+    columns: tuple[Column, ...] = ()
     pad_id: int | None = None
     final_row: Filler | None = None
     layer_axis: LayerAxis | None = None
@@ -192,6 +196,7 @@ class Contract:
             *self._coerce(),
             *self._coerce_limits(),
             *self._coerce_stops(),
+            *self._coerce_columns(),
             *self._missing(),
         ]
         # fields that are missing or of a wrong type cannot be compared with each other
@@ -284,6 +289,8 @@ class Contract:
                 value, CorrectionTerms | EngineTerms | OwnStops | ReplayTerms | RolloutLimits
             ):
                 value = value.to_dict()
+            elif field.name == "columns":
+                value = [column.to_dict() for column in self.columns]
             data[field.name] = list(value) if isinstance(value, tuple) else value
         return data
 
@@ -377,6 +384,14 @@ class Contract:
                 return [f"own_stops: {error}"]
         elif stops is not None and not isinstance(stops, OwnStops):
             return [f"own_stops={show(stops)} must be an OwnStops or a mapping of its fields."]
+        return []
+
+    def _coerce_columns(self) -> list[str]:
+        """Accept mappings in place of ``Column``."""
+        try:
+            object.__setattr__(self, "columns", as_columns(self.columns))
+        except ContractError as error:
+            return [f"columns: {error}"]
         return []
 
     def _missing(self) -> list[str]:

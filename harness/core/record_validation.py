@@ -14,16 +14,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rollproof.core.batch_columns import Column
 from rollproof.core.error_text import show
 from rollproof.core.json_codec import misfit_of
 from rollproof.core.number_arrays import FLOATS, INTEGERS, MASKS, to_array
 from rollproof.core.records import (
     BatchRow,
+    ColumnArray,
     EngineOutput,
     FinishReason,
     IntArray,
     Request,
     Rollout,
+    Scalar,
+    as_column,
     as_logprobs,
     as_mask,
     as_routes,
@@ -108,15 +112,16 @@ def validate_request(value: object, where: str) -> Request:
     return _sound(value, Request, where)
 
 
-def validate_row(row: BatchRow, where: str) -> BatchRow:
+def validate_row(row: BatchRow, where: str, declared: Sequence[Column] | None = None) -> BatchRow:
     """Return the row with numpy arrays of its own.
 
     Args:
         row: A row of a batch.
         where: The name of the method of the user's that made it.
+        declared: The further columns of the contract; ``None``: any name will do.
 
     Raises:
-        SubjectError: A field is no array of the right rank and type.
+        SubjectError: A field is no array of the right rank and type, or a column is not declared.
     """
     # Lengths that disagree stay: they are the stack's fault, and the checks find them. Only
     # ``attention`` must fit, because without it padding cannot be recognised.
@@ -137,11 +142,61 @@ def validate_row(row: BatchRow, where: str) -> BatchRow:
             f"attention has the shape {values['attention'].shape}, and token_ids has"
             f" {values['token_ids'].shape}"
         )
+    values["columns"] = _columns_of(row.columns, problems)
+    values["values"] = _values_of(row.values, problems)
+    if declared is not None:
+        problems += _undeclared(values, declared)
     if problems:
         raise SubjectError(
             f"{where} returned an unusable BatchRow for {row.request_id!r}: {'; '.join(problems)}."
         )
     return replace(row, **values)
+
+
+def _columns_of(columns: object, problems: list[str]) -> Mapping[str, ColumnArray]:
+    """Return further columns as arrays of the record's own."""
+    if not isinstance(columns, Mapping):
+        problems.append(f"columns must be a mapping of names to arrays, not {_described(columns)}")
+        return {}
+    arrays: dict[str, ColumnArray] = {}
+    for name, column in columns.items():
+        try:
+            arrays[str(name)] = as_column(column, what=f"columns[{show(name)}]")
+        except SubjectError as error:
+            problems.append(str(error).removesuffix("."))
+    return arrays
+
+
+def _values_of(values: object, problems: list[str]) -> Mapping[str, Scalar]:
+    """Return further values of a sample or row as plain scalars."""
+    if not isinstance(values, Mapping):
+        problems.append(f"values must be a mapping of names to values, not {_described(values)}")
+        return {}
+    scalars: dict[str, Scalar] = {}
+    for name, value in values.items():
+        # also a tensor without axes
+        item = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
+        if item is not None and not isinstance(item, int | float | str):
+            problems.append(
+                f"values[{show(name)}] must be a number, a text or None, not {_described(value)}"
+            )
+            continue
+        scalars[str(name)] = item
+    return scalars
+
+
+def _undeclared(row: Mapping[str, Any], declared: Sequence[Column]) -> list[str]:
+    """Return a problem for each column and value of a row that the contract does not declare."""
+    placed = {column.name for column in declared if column.extent.placed}
+    single = {column.name for column in declared if not column.extent.placed}
+    return [
+        f"{field}[{show(name)}] is not declared: the contract's columns with"
+        f" {'a value for each place' if names is placed else 'one value of a row'} are"
+        f" {sorted(names)}"
+        for field, names in (("columns", placed), ("values", single))
+        for name in row[field]
+        if name not in names
+    ]
 
 
 def _sound(value: object, kind: type[_T], where: str) -> _T:
@@ -156,6 +211,10 @@ def _sound(value: object, kind: type[_T], where: str) -> _T:
         item = values[name] = getattr(value, name)
         if name in _CONVERTERS:
             values[name] = _converted(name, item, problems)
+        elif name == "columns":
+            values[name] = _columns_of(item, problems)
+        elif name == "values":
+            values[name] = _values_of(item, problems)
         elif name in _LISTS and item is not None:
             values[name] = _tuple_of(item)
         elif isinstance(item, np.integer):

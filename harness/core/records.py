@@ -20,6 +20,7 @@ from rollproof.errors import SubjectError
 
 __all__ = [
     "BatchRow",
+    "ColumnArray",
     "EngineOutput",
     "FinishReason",
     "FloatArray",
@@ -30,6 +31,7 @@ __all__ = [
     "Scalar",
     "Span",
     "Version",
+    "as_column",
     "as_logprobs",
     "as_mask",
     "as_routes",
@@ -45,6 +47,7 @@ unknown one.
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 LogprobArray: TypeAlias = npt.NDArray[np.float64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
+ColumnArray: TypeAlias = npt.NDArray[np.number[Any]]
 
 
 class FinishReason(StrEnum):
@@ -168,6 +171,9 @@ class Rollout:
         spans: Tags over response indexes.
         token_versions: One tag per response token.
         extra: Anything for the reader of a report. It is never judged.
+        columns: Further values that a conversion into a batch is given, by the name of a ``Column``
+            of the contract: ``(response,)`` or, if it declares so, ``(prompt + response,)``.
+        values: Further values of the sample, likewise: a reward, the label of its group.
     """
 
     request_id: str
@@ -185,6 +191,8 @@ class Rollout:
     spans: tuple[Span, ...] = ()
     token_versions: tuple[Version, ...] | None = None
     extra: Mapping[str, Scalar] = field(default_factory=dict)
+    columns: Mapping[str, ColumnArray] = field(default_factory=dict)
+    values: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -208,6 +216,8 @@ class BatchRow:
         routes: ``(rows, layers, top_k)`` with row i at place i.
         routed: ``(rows,)`` with 0 where the batch marks a row as no capture; ``None`` if it marks
             none.
+        columns: ``(places,)`` each: the further columns that the contract declares, by name.
+        values: Their one value of a row, by name.
     """
 
     request_id: str
@@ -217,6 +227,8 @@ class BatchRow:
     logprobs: LogprobArray | None = None
     routes: IntArray | None = None
     routed: IntArray | None = None
+    columns: Mapping[str, ColumnArray] = field(default_factory=dict)
+    values: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 _INTEGERS = frozenset({int})
@@ -251,6 +263,18 @@ def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
     if array.dtype.itemsize > 8:
         raise SubjectError(f"{what} must fit float64, not be {array.dtype.name}.")
     return array.astype(np.float64, copy=False)
+
+
+def as_column(value: Any, *, what: str) -> ColumnArray:
+    """Return a copy of the values of a further column, ``(values,)``; NaN stands for ``None``.
+
+    Raises:
+        SubjectError: ``value`` holds no numbers on one axis; the text calls it ``what``.
+    """
+    array = to_array(value, name=what, rank=1, numbers=FLOATS)
+    if array.dtype.itemsize > 8:
+        raise SubjectError(f"{what} must fit float64, not be {array.dtype.name}.")
+    return array
 
 
 def as_mask(value: Any, *, what: str = "loss_mask") -> IntArray | None:

@@ -568,7 +568,8 @@ class LiveRecorder:
         taken = tuple(
             validate_rollout(sample.record(), "The caller of batch()") for sample in samples
         )
-        made = tuple(validate_row(row.record(), "The caller of batch()") for row in rows)
+        declared = self._trace.contract.columns
+        made = tuple(validate_row(row.record(), "The caller of batch()", declared) for row in rows)
         event = Batch(name=name, samples=taken, rows=made)
         misfit = misfit_of(event)
         if misfit is not None:

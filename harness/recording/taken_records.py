@@ -63,14 +63,30 @@ _MUTABLE: Mapping[type, tuple[str, ...]] = {
         "spans",
         "token_versions",
         "extra",
+        "columns",
+        "values",
     ),
-    BatchRow: ("token_ids", "attention", "loss_mask", "logprobs", "routes", "routed"),
+    BatchRow: (
+        "token_ids",
+        "attention",
+        "loss_mask",
+        "logprobs",
+        "routes",
+        "routed",
+        "columns",
+        "values",
+    ),
 }
 """Fields that may hold a list or an array, or another thing that its owner may go on to change."""
 
 
 def copied(value: Any) -> Any:
     """Return a copy of a list, a mapping, an array or a tensor; anything else as it is."""
+    if type(value) is dict:
+        # the arrays of columns are as mutable as those of fields
+        return {
+            name: item if type(item) in _PLAIN else copied(item) for name, item in value.items()
+        }
     # the first item speaks for all: a look at each token would cost the loop time
     if type(value) is list and value and type(value[0]) not in _PLAIN:
         return [*map(copied, value)]

@@ -18,7 +18,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error, describe_error_with_place
 from rollproof.core.events.training import Batch
 from rollproof.core.record_validation import validate_row
-from rollproof.core.records import BatchRow, Rollout
+from rollproof.core.records import BatchRow, ColumnArray, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import RollproofError, SubjectError
@@ -172,7 +172,7 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
         )
     return replace(
         event,
-        rows=tuple(validate_row(row, f"{label}.rows") for row in rows),
+        rows=tuple(validate_row(row, f"{label}.rows", subject.contract.columns) for row in rows),
         changed=_changed(case.samples, handed_in),
     )
 
@@ -213,6 +213,8 @@ def _copy(sample: Rollout) -> Rollout:
         logprobs=_own(sample.logprobs),
         loss_mask=_own(sample.loss_mask),
         routes=_own(sample.routes),
+        columns={name: _own(column) for name, column in sample.columns.items()},
+        values=dict(sample.values),
     )
 
 
@@ -230,12 +232,23 @@ def _changed(samples: tuple[Rollout, ...], handed_in: list[Rollout]) -> tuple[st
     return tuple(
         f"{name} of {sample.request_id}"
         for sample, now in zip(samples, handed_in, strict=False)
-        for name in _ARRAYS
-        if getattr(sample, name) is not None
-        and not np.array_equal(
-            getattr(sample, name), getattr(now, name), equal_nan=name == "logprobs"
-        )
+        for name, array in _arrays_of(sample)
+        if not _equal(array, dict(_arrays_of(now)).get(name))
     )
+
+
+def _arrays_of(sample: Rollout) -> Iterator[tuple[str, ColumnArray]]:
+    """Yield the arrays of a sample by name, its further columns among them."""
+    for name in _ARRAYS:
+        array = getattr(sample, name)
+        if array is not None:
+            yield name, array
+    yield from sample.columns.items()
+
+
+def _equal(before: ColumnArray, now: ColumnArray | None) -> bool:
+    # only floats have NaN
+    return now is not None and np.array_equal(before, now, equal_nan=before.dtype.kind == "f")
 
 
 def _shift_tokens(trace: Trace) -> Iterator[Trace]:

@@ -26,6 +26,8 @@ PUBLIC = {
     "Check",
     "CheckResult",
     "Collector",
+    "Column",
+    "ColumnExtent",
     "ConformanceError",
     "Contract",
     "ContractError",

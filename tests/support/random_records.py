@@ -73,8 +73,10 @@ def _arrays(element: Any) -> st.SearchStrategy[Any]:
         return hnp.arrays(
             np.float64, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=5)
         )
+    # masks are integer arrays, and may be boolean
+    further = ("float32", "float64") if (get_origin(element) or element) is np.number else ("bool",)
     kinds = st.sampled_from(
-        ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+        ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", *further]
     )
     return kinds.flatmap(
         lambda kind: hnp.arrays(

@@ -18,10 +18,12 @@ from typing import Any
 import typer
 from typer.main import get_command
 
+import rollproof.core.batch_columns
 import rollproof.core.conventions
 import rollproof.core.limits
 import rollproof.verification.expected_failures
 from rollproof.cli.app import app
+from rollproof.core.batch_columns import Column
 from rollproof.core.contract import Contract
 from rollproof.core.limits import RolloutLimits
 from rollproof.core.own_stops import OwnStops
@@ -95,6 +97,9 @@ def contract_page() -> Iterator[str]:
     text, _ = described_fields(OwnStops.__doc__)
     yield f"\n## OwnStops\n\n{markdown(text)}\n"
     yield from term_lines(OwnStops, rollproof.core.limits)
+    text, _ = described_fields(Column.__doc__)
+    yield f"\n## Column\n\n{markdown(text)}\n"
+    yield from term_lines(Column, rollproof.core.batch_columns)
 
 
 def options_page() -> Iterator[str]:
