@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -208,10 +209,7 @@ def limits_named(
         raise UsageError(f"limits={name!r} must be the name of a profile (moe-bf16), or a Limits.")
     if not isinstance(override, str | os.PathLike | None):
         raise UsageError(f"limits_file={override!r} must be a path.")
-    shipped = _read(
-        resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8"),
-        "the shipped limits",
-    )
+    shipped = _shipped()
     own = {}
     if override is not None:
         try:
@@ -220,7 +218,7 @@ def limits_named(
             if isinstance(error, GapError):
                 raise
             raise GapError(f"The limits in {override} cannot be read: {error}.") from error
-    profiles = shipped | own
+    profiles = {**shipped, **own}
     # a file with one profile needs no --limits
     name = name or (next(iter(own)) if len(own) == 1 else DEFAULT)
     if name not in profiles:
@@ -235,6 +233,12 @@ def limits_named(
         limits={**base.limits, **profile.limits},
         temperature=temperature,
     )
+
+
+@functools.cache  # parsing takes longer than measuring a short file
+def _shipped() -> Mapping[str, Limits]:
+    text = resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8")
+    return _read(text, "the shipped limits")
 
 
 def _read(text: str, source: str) -> dict[str, Limits]:

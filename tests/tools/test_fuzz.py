@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollproof.contracts.contract_file import read_contract
 from rollproof.core.model_config import model_of
@@ -17,70 +18,118 @@ from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.gap.dumps import read_dump
 from rollproof.gap.limits import limits_named
 from tools.fuzz import file_targets, fuzzing
-from tools.fuzz.mutations import damaged_json
+from tools.fuzz.fuzzing import Shard, State, read_inputs
+from tools.fuzz.mutations import Changes, damaged_json
 from tools.fuzz.target import Target, run_command
-from tools.fuzz.targets import TARGETS
 
 
-@pytest.fixture
-def fuzzed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> Callable[[Callable[[int], None]], Any]:
-    """Fuzz whole numbers with a reader of the test, in this process; return what became of it."""
-
-    def fuzz(read: Callable[[int], None], inputs: int = 40) -> Any:
-        target = Target(inputs=lambda: st.integers(0, 10**6), read=lambda data, _: read(data))
-        monkeypatch.setitem(TARGETS, "numbers", target)
-        monkeypatch.setattr(fuzzing.resource, "setrlimit", lambda *_: None)
-        fuzzing.child("numbers", f"{inputs} inputs", 0, str(tmp_path / "state.json"))
-        return json.loads((tmp_path / "state.json").read_text())
-
-    return fuzz
+def _inputs(changes: Changes) -> list[int]:
+    """Up to six numbers, each of them a change."""
+    numbers = [changes.random.randrange(10) for _ in range(6)]
+    return [number for number in numbers if changes.made()]
 
 
-def test_inputs_are_counted(fuzzed: Any) -> None:
+def _read(read: Callable[[list[int]], None], **shard: int) -> State:
+    """Read inputs in this process, with a reader of the test; return what became of it."""
+    target = Target(inputs=lambda: _inputs, read=lambda data, _: read(data))
+    return read_inputs(target, Shard(name="numbers", **{"seed": 0, "inputs": 40, **shard}))
+
+
+def _seen(**shard: int) -> list[list[int]]:
+    seen: list[list[int]] = []
+    _read(seen.append, **shard)
+    return seen
+
+
+def _no_nine(numbers: list[int]) -> None:
+    if 9 in numbers:
+        raise ZeroDivisionError("broken")
+
+
+def test_inputs_are_counted() -> None:
     """As many inputs are read as are asked for."""
-    seen: list[int] = []
-    state = fuzzed(seen.append)
+    seen: list[list[int]] = []
+    state = _read(seen.append)
 
-    assert (40, None) == (state["inputs"], state["problem"])
-    assert len(seen) >= 40
-
-
-def test_what_breaks_is_shown_with_its_smallest_input(fuzzed: Any) -> None:
-    """An exception is a finding, and its input is shrunk."""
-
-    def read(number: int) -> None:
-        if number >= 1000:
-            raise ZeroDivisionError("broken")
-
-    problem = fuzzed(read, 400)["problem"]
-
-    assert "ZeroDivisionError: broken" in problem and "1000" in problem
+    assert (40, 40, None) == (len(seen), state.inputs, state.problem)
 
 
-def test_the_same_seed_gives_the_same_inputs(fuzzed: Any) -> None:
-    """A finding of the night is repeated by its seed."""
-    runs: list[list[int]] = []
-    for _ in range(2):
-        seen: list[int] = []
-        fuzzed(seen.append)
-        runs.append(seen)
+def test_what_breaks_is_shown_with_the_changes_that_matter() -> None:
+    """An exception is a finding, and its input has no change without which it is one too."""
+    problem = _read(_no_nine).problem
 
-    assert runs[0] == runs[1]
+    assert problem is not None
+    assert problem.endswith("ZeroDivisionError: broken\ninput [9]")
 
 
-def test_targets_are_fuzzed_in_processes_of_their_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_breaks_is_made_again_from_seed_and_number() -> None:
+    """The options that are printed are enough."""
+    first = _read(_no_nine, seed=3)
+    again = _read(_no_nine, seed=3, start=first.inputs - 1, inputs=1)
+
+    assert first.problem is not None
+    assert f"--only numbers --seed 3 --start {first.inputs - 1} --inputs 1: " in first.problem
+    assert (1, first.problem) == (again.inputs, again.problem)
+
+
+def test_inputs_depend_on_the_seed_alone() -> None:
+    """A finding of the night is repeated by its seed, however many processes share the inputs."""
+    assert _seen() == _seen()
+    assert _seen() == _seen(inputs=15) + _seen(start=15, inputs=25)
+    assert _seen() != _seen(seed=1)
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the program in a process of its own, since pytest-xdist's has threads and it forks."""
+    return subprocess.run(
+        [sys.executable, "-m", "tools.fuzz", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_targets_are_fuzzed_in_processes_of_their_own() -> None:
     """Each has one line, with the inputs of all of its processes; all were fine."""
-    monkeypatch.setattr(fuzzing, "_SHARD", 3)
-    names = ["expected-failures", "http-bytes"]
-    outcomes = fuzzing.fuzz(names, fuzzing.Amount(inputs=5, processes=2))
+    names = ("expected-failures", "http-bytes")
+    done = _command("--inputs", "5", "--processes", "2", "--only", *names)
 
-    assert [(name, 5, []) for name in names] == [(o.name, o.inputs, o.problems) for o in outcomes]
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [(name, "5", "ok") for name in names] == [(line[0], line[1], line[-1]) for line in lines]
+    assert (0, "") == (done.returncode, done.stderr)
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    found = sorted((line[0], line[1], line[-1]) for line in lines)
+    assert [(name, "5", "ok") for name in names] == found
+
+
+def test_a_process_that_dies_or_hangs_is_a_finding(tmp_path: Path) -> None:
+    """The input that it was at is named, with where it was."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from tools.fuzz import fuzzing\n"
+        "from tools.fuzz.target import Target\n"
+        "from tools.fuzz.targets import TARGETS\n"
+        "counted = iter(range(9))\n"
+        "def die(*_):\n"
+        "    if next(counted) == 2: os.kill(os.getpid(), 11)\n"
+        "def hang(*_):\n"
+        "    if next(counted) == 2: time.sleep(60)\n"
+        "for name, read in (('dies', die), ('hangs', hang)):\n"
+        "    TARGETS[name] = Target(inputs=lambda: lambda changes: 0, read=read)\n"
+        "fuzzing._HANG_SECONDS = 0.5\n"
+        "fuzzing.fuzz(['dies', 'hangs'], fuzzing.Amount(inputs=5))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "--only dies --seed 0 --start 2 --inputs 1: the process ended with -11" in done.stdout
+    assert "--only hangs --seed 0 --start 2 --inputs 1: the process ended with -6" in done.stdout
+    assert "line 9 in hang" in done.stdout
 
 
 def test_no_process_is_started_after_the_time() -> None:
@@ -123,10 +172,7 @@ def test_what_is_damaged_was_sound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sound", [{}, {"a": {"b": ["c", 1]}, "d": []}], ids=["empty", "nested"])
 def test_any_value_can_be_damaged(sound: Any) -> None:
     """An empty one, and places that an earlier change has removed or replaced by a text."""
+    damaged = damaged_json(sound)
 
-    @settings(max_examples=200, deadline=None, database=None, derandomize=True)
-    @given(damaged_json(sound))
-    def is_json(value: Any) -> None:
-        json.dumps(value)
-
-    is_json()
+    for number in range(200):
+        json.dumps(damaged(Changes(f"{number}")))

@@ -5,7 +5,8 @@
 
 The inputs of a target are read in processes of their own, which may take 4 GiB each: a crash, a
 hang of 20 s for one input and a lack of memory are found like an exception. An input that fails is
-shrunk, and printed with the seed; add it to the tests of what read it.
+printed with as few changes as show it, and with the options that make it again; add it to the tests
+of what read it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="for each target (default: 60)")
     parser.add_argument("--inputs", type=int, help="for each target, in place of a time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="number of the first input")
     parser.add_argument("--only", nargs="*", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--skip", nargs="*", choices=list(TARGETS), default=[])
     parser.add_argument("--processes", type=int, default=1, help="at once (default: 1)")
@@ -37,11 +39,13 @@ def main() -> int:
     amount = Amount(
         seconds=options.seconds,
         inputs=options.inputs,
-        first=options.seed,
+        seed=options.seed,
+        start=options.start,
         processes=options.processes,
         within=options.within,
     )
-    print(f"seed {options.seed}\n{'target':<20}{'inputs':>9}{'seconds':>9}{'MiB':>7}  outcome")
+    print(f"seed {options.seed}")
+    print(f"{'target':<20}{'inputs':>9}{'seconds':>9}{'cpu s':>9}{'MiB':>7}  outcome")
     names = [name for name in options.only if name not in options.skip]
     for name in names:
         if unavailable(name):

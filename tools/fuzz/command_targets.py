@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hypothesis import strategies as st
-
 from tools.fuzz.file_targets import sound_trace
-from tools.fuzz.mutations import words
+from tools.fuzz.mutations import Changes, word
 from tools.fuzz.target import CODES, Broken, Target, run_command
 
 __all__ = ["COMMANDS"]
@@ -75,13 +73,17 @@ _OPTIONS = [
 ]
 
 
-@st.composite
-def _command_lines(draw: st.DrawFn) -> list[str]:
-    values = words.filter(lambda text: "\0" not in text) | st.sampled_from(
-        ["trace.json", ".", "/", "/dev/null", "-1", "1e9", "routes.rows", "vllm", "nosuch.json"]
-    )
-    more = draw(st.lists(st.sampled_from(_OPTIONS) | values, max_size=5))
-    return [*draw(st.sampled_from(_COMMANDS)), *more]
+_VALUES = ["trace.json", ".", "/", "/dev/null", "-1", "1e9", "routes.rows", "vllm", "nosuch.json"]
+
+
+def _command_line(changes: Changes) -> list[str]:
+    random = changes.random
+    line = list(random.choice(_COMMANDS))
+    for _ in range(random.randrange(6)):
+        value = random.choice([random.choice(_OPTIONS), random.choice(_VALUES), word(random)])
+        if changes.made():
+            line.append(value)
+    return line
 
 
 def _read_command_line(arguments: list[str], folder: Any) -> None:
@@ -121,5 +123,5 @@ def _folder() -> Iterator[_Counted]:
 
 
 COMMANDS: dict[str, Target] = {
-    "command-line": Target(inputs=_command_lines, read=_read_command_line, around=_folder),
+    "command-line": Target(inputs=lambda: _command_line, read=_read_command_line, around=_folder),
 }

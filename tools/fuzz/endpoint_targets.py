@@ -13,17 +13,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from hypothesis import strategies as st
-
 from rollproof.fakes.http.gateway import RouterKind
 from rollproof.fakes.http.serve_options import ServeOptions
 from rollproof.fakes.http.serving import routing, serving
-from tools.fuzz.mutations import damaged_bytes, damaged_json
+from tools.fuzz.mutations import Changes, Inputs, damaged_bytes, damaged_json, one_of
 from tools.fuzz.target import Broken, Target
 
 __all__ = ["ENDPOINTS"]
 
-_LOUD_SECONDS = 20.0
+_LOUD_SECONDS = 15.0  # less than a hang, which would not say which request it was
+_BETWEEN_LOOKS = 25
 
 
 class _Served:
@@ -33,6 +32,7 @@ class _Served:
         self._make = make
         self._ready = threading.Event()
         self.errors: list[str] = []
+        self._count = 0
 
     def __enter__(self) -> Self:
         handler = logging.Handler(logging.ERROR)
@@ -41,6 +41,7 @@ class _Served:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
         self._ready.wait(30)
+        self._connection = http.client.HTTPConnection(self.address, timeout=_LOUD_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,36 +56,38 @@ class _Served:
             self._ready.set()
             await self._end.wait()
 
-    def ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> int | None:
-        """Send one request, and look whether the server still answers at once."""
-        status = None
-        connection = http.client.HTTPConnection(self.address, timeout=_LOUD_SECONDS)
+    def ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> None:
+        """Send one request, and look now and then whether the server still answers others."""
+        begun = time.monotonic()
         try:
-            connection.request(method, path, body or None, headers)
-            reply = connection.getresponse()
-            reply.read()
-            status = reply.status
+            self._send(method, path, body, headers)
         except TimeoutError as error:
-            # a call that waits for a resume has no answer: its client may leave
-            if path not in _WAITING:
-                raise Broken(f"{method} {path} was not answered in {_LOUD_SECONDS:g} s") from error
+            raise Broken(f"{method} {path} was not answered in {_LOUD_SECONDS:g} s") from error
         except (OSError, http.client.HTTPException, ValueError):
             pass
-        finally:
-            connection.close()
+        self._count += 1
+        if time.monotonic() - begun > 1 or self._count % _BETWEEN_LOOKS == 0:
+            self._look(f"{method} {path}")
+        if self.errors:
+            raise Broken(f"{method} {path} {body[:300]!r}: {self.errors.pop()}")
+
+    def _send(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> None:
+        # one connection for as long as the server leaves it open: a new one takes as long again
+        try:
+            self._connection.request(method, path, body or None, headers)
+            self._connection.getresponse().read()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _look(self, request: str) -> None:
         begun = time.monotonic()
         other = http.client.HTTPConnection(self.address, timeout=_LOUD_SECONDS)
         other.request("GET", "/health")
         other.getresponse().read()
         other.close()
         if time.monotonic() - begun > 5:
-            raise Broken(f"{method} {path} held up /health for {time.monotonic() - begun:.1f} s")
-        if self.errors:
-            raise Broken(f"{method} {path} {body[:300]!r}: {self.errors.pop()}")
-        return status
-
-
-_WAITING: frozenset[str] = frozenset()
+            raise Broken(f"{request} held up /health for {time.monotonic() - begun:.1f} s")
 
 
 def _logged(record: logging.LogRecord) -> str:
@@ -146,19 +149,19 @@ _ROUTER: tuple[tuple[str, Any], ...] = (
 )
 
 
-def _requests(sound: tuple[tuple[str, Any], ...]) -> st.SearchStrategy[Any]:
+def _requests(sound: tuple[tuple[str, Any], ...]) -> Inputs:
     """Return requests with a damaged body, as values and as bytes."""
-    return st.one_of(
-        *(
-            st.tuples(
-                st.just(path),
-                damaged_json(body) | damaged_bytes(json.dumps(body).encode()),
-                st.sampled_from(["application/json", "text/plain", ""])
-                | st.just("application/json"),
-            )
-            for path, body in sound
-        )
-    )
+    return one_of(*(_request(path, body) for path, body in sound))
+
+
+def _request(path: str, sound: Any) -> Inputs:
+    body = one_of(damaged_json(sound), damaged_bytes(json.dumps(sound).encode()))
+
+    def damaged(changes: Changes) -> tuple[str, Any, str]:
+        media = changes.random.choice([*["application/json"] * 4, "text/plain", ""])
+        return path, body(changes), media
+
+    return damaged
 
 
 def _ask(request: Any, server: _Served) -> None:
@@ -190,15 +193,19 @@ def _send(data: bytes, server: _Served) -> None:
     server.ask("GET", "/health", b"", {})
 
 
+# A request whose limit of tokens is damaged samples up to this, one token a millisecond or slower.
+_LENGTH = 256
+_SGLANG_OPTIONS = ServeOptions(flavour="sglang", max_length=_LENGTH)
+_VLLM_OPTIONS = ServeOptions(flavour="vllm", max_length=_LENGTH)
 ENDPOINTS: dict[str, Target] = {
-    "endpoints-vllm": _endpoint(lambda: serving("vllm"), _VLLM),
-    "endpoints-sglang": _endpoint(lambda: serving("sglang"), _SGLANG),
+    "endpoints-vllm": _endpoint(lambda: serving("vllm", _VLLM_OPTIONS), _VLLM),
+    "endpoints-sglang": _endpoint(lambda: serving("sglang", _SGLANG_OPTIONS), _SGLANG),
     "endpoints-router": _endpoint(
-        lambda: routing("sglang", ServeOptions(flavour="sglang"), 2, RouterKind.GATEWAY), _ROUTER
+        lambda: routing("sglang", _SGLANG_OPTIONS, 2, RouterKind.GATEWAY), _ROUTER
     ),
     "http-bytes": Target(
         inputs=lambda: damaged_bytes(_HEAD),
         read=_send,
-        around=lambda: _Served(lambda: serving("sglang")),
+        around=lambda: _Served(lambda: serving("sglang", _SGLANG_OPTIONS)),
     ),
 }

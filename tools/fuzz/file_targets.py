@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import json
 import pickle
 import tempfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
 from rollproof.contracts.contract_file import read_contract
@@ -29,7 +29,7 @@ from rollproof.gap.limits import limits_named
 from rollproof.store import TraceWriter, dump_trace
 from rollproof.verification.expected_failures import ExpectedFailures, Outcome
 from rollproof.verification.runner import run_case
-from tools.fuzz.mutations import damaged_bytes, damaged_json
+from tools.fuzz.mutations import Inputs, damaged_bytes, damaged_json, one_of
 from tools.fuzz.target import Broken, Target, run_command
 
 __all__ = ["FILES", "sound_trace"]
@@ -60,9 +60,10 @@ def _trace_arrow() -> bytes:
         return path.read_bytes()
 
 
-def _damaged_headers() -> st.SearchStrategy[Any]:
+def _damaged_headers() -> Inputs:
     trace = _trace_json()
-    return damaged_json(trace["header"]).map(lambda header: {**trace, "header": header})
+    headers = damaged_json(trace["header"])
+    return lambda changes: {**trace, "header": headers(changes)}
 
 
 def _gap_table() -> pa.Table:
@@ -229,11 +230,11 @@ _VERIFIERS = {
 }
 
 
-def _lines(sound: Any) -> st.SearchStrategy[Any]:
-    """Return lines of JSON, with one that is damaged."""
+def _lines(sound: Any) -> Inputs:
+    """Lines of JSON, one of them damaged."""
     text = json.dumps(sound).encode()
-    damaged = damaged_json(sound).map(lambda value: json.dumps(value).encode())
-    return (damaged | damaged_bytes(text)).map(lambda line: text + b"\n" + line + b"\n")
+    damaged = one_of(damaged_json(sound), damaged_bytes(text))
+    return lambda changes: text + b"\n" + _content(damaged(changes)) + b"\n"
 
 
 _MODULE = ".training_batch"
@@ -311,15 +312,34 @@ subject = "S"
 """
 
 
-def _commands(name: str, *commands: tuple[str, ...]) -> Callable[[Any, Any], None]:
-    """Return what writes an input to a file and runs one of the commands on it, each in turn."""
-    turns = itertools.cycle(commands)
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for the file that is read; a folder for each would take longer than reading it."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
-    def read(data: Any, _: Any) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / name
-            path.write_bytes(_content(data))
-            run_command(*(part.replace("FILE", str(path)) for part in next(turns)))
+
+@contextlib.contextmanager
+def _written(folder: Path, *names: str, data: Any) -> Iterator[Path]:
+    """Write an input to files of a folder; yields the first, and removes what is there after."""
+    for name in names:
+        (folder / name).write_bytes(_content(data))
+    try:
+        yield folder / names[0]
+    finally:
+        # removed, not overwritten: some file systems write a truncated file to the disk at once
+        for path in folder.iterdir():
+            path.unlink()
+
+
+def _commands(name: str, *commands: tuple[str, ...]) -> Callable[[Any, Path], None]:
+    """Return what writes an input to a file and runs one of the commands on it."""
+
+    def read(data: Any, folder: Path) -> None:
+        with _written(folder, name, data=data) as path:
+            # by the input, so that one that fails does so again
+            command = commands[zlib.crc32(path.read_bytes()) % len(commands)]
+            run_command(*(part.replace("FILE", str(path)) for part in command))
 
     return read
 
@@ -334,12 +354,9 @@ def _content(data: Any) -> bytes:
 def _refused_or_read(name: str, read: Callable[[Path], Any]) -> Callable[[Any, Any], None]:
     """Return what writes an input to a file and reads that; an error of our own is an answer."""
 
-    def check(data: Any, _: Any) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / name
-            path.write_bytes(_content(data))
-            with contextlib.suppress(RollproofError):
-                read(path)
+    def check(data: Any, folder: Path) -> None:
+        with _written(folder, name, data=data) as path, contextlib.suppress(RollproofError):
+            read(path)
 
     return check
 
@@ -349,34 +366,37 @@ def _read_case(data: Any, _: Any) -> None:
         Case.from_dict(data)
 
 
-def _read_model(data: Any, _: Any) -> None:
+def _read_model(data: Any, folder: Path) -> None:
     """Both configs of a checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("config.json", "generation_config.json"):
-            (Path(folder) / name).write_bytes(_content(data))
+    with _written(folder, "config.json", "generation_config.json", data=data):
         for read in (model_of, end_tokens_of, kv_groups_of):
             with contextlib.suppress(RollproofError):
-                read(Path(folder))
+                read(folder)
 
 
-def _read_expected(data: Any, _: Any) -> None:
+def _read_expected(data: Any, folder: Path) -> None:
     """A list that is read can be read again after what fails now was accepted."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "expected.toml"
-        path.write_bytes(data)
+    with (
+        _written(folder, "expected.toml", data=data) as path,
+        contextlib.suppress(RollproofError),
+    ):
+        known = ExpectedFailures.read(path)
+        verdicts = {"routes.rows": "pass", "stitch.tokens": "fail", "routes.position": "fail"}
         with contextlib.suppress(RollproofError):
-            known = ExpectedFailures.read(path)
-            verdicts = {"routes.rows": "pass", "stitch.tokens": "fail", "routes.position": "fail"}
-            with contextlib.suppress(RollproofError):
-                known.accept([Outcome(subject=name, verdicts=verdicts) for name in "ST"])
-            try:
-                ExpectedFailures.read(path)
-            except RollproofError as error:
-                raise Broken(f"accepting made the file unreadable: {error}") from error
+            known.accept([Outcome(subject=name, verdicts=verdicts) for name in "ST"])
+        try:
+            ExpectedFailures.read(path)
+        except RollproofError as error:
+            raise Broken(f"accepting made the file unreadable: {error}") from error
+
+
+def _json_file(sound: Any) -> Inputs:
+    """Copies of a value in JSON, damaged as a value or as bytes."""
+    return one_of(damaged_json(sound), damaged_bytes(json.dumps(sound).encode()))
 
 
 _GAP = ("gap", "FILE", "--json", "-", "--resamples", "100")
-FILES: dict[str, Target] = {
+_TARGETS: dict[str, Target] = {
     "trace-json": Target(
         inputs=lambda: damaged_json(_trace_json()),
         read=_commands("t.json", ("check", "FILE"), ("show", "FILE"), ("seal", "FILE")),
@@ -398,7 +418,7 @@ FILES: dict[str, Target] = {
         read=_commands("t.arrow", ("gap", "--rollout", "FILE", "--trainer", "score:x")),
     ),
     "report": Target(
-        inputs=lambda: damaged_json(_report()) | damaged_bytes(json.dumps(_report()).encode()),
+        inputs=lambda: _json_file(_report()),
         read=_commands("r.json", ("seal", "FILE"), ("seal", "--check", "FILE"), ("check", "FILE")),
     ),
     "gap-parquet": Target(
@@ -432,7 +452,7 @@ FILES: dict[str, Target] = {
         needs="torch",
     ),
     "contract": Target(
-        inputs=lambda: damaged_json(_contract()) | damaged_bytes(json.dumps(_contract()).encode()),
+        inputs=lambda: _json_file(_contract()),
         read=_refused_or_read("c.json", read_contract),
     ),
     "contract-toml": Target(
@@ -440,7 +460,7 @@ FILES: dict[str, Target] = {
         read=_refused_or_read("c.toml", read_contract),
     ),
     "fault-plan": Target(
-        inputs=lambda: damaged_json(_plan()) | damaged_bytes(json.dumps(_plan()).encode()),
+        inputs=lambda: _json_file(_plan()),
         read=_refused_or_read("plan.json", FaultPlan.from_file),
     ),
     "fault-plan-toml": Target(
@@ -452,11 +472,11 @@ FILES: dict[str, Target] = {
         inputs=lambda: damaged_bytes(_EXPECTED.encode()), read=_read_expected
     ),
     "model-config": Target(
-        inputs=lambda: (
-            damaged_json(_CONFIG)
-            | damaged_json(_NESTED_CONFIG)
-            | damaged_bytes(json.dumps(_CONFIG).encode())
-        ),
+        inputs=lambda: one_of(damaged_json(_NESTED_CONFIG), _json_file(_CONFIG)),
         read=_read_model,
     ),
+}
+_IMPORTS = ("rollproof.gap.html.page", "pyarrow.compute", "pyarrow.json", "pydantic")
+FILES = {
+    name: replace(target, around=_folder, imports=_IMPORTS) for name, target in _TARGETS.items()
 }

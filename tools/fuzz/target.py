@@ -1,4 +1,4 @@
-"""A target of fuzzing: a strategy that damages sound inputs, and what reads them."""
+"""A target of fuzzing: what damages sound inputs, and what reads them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import strategies as st
-
 from rollproof.cli.app import run
+from tools.fuzz.mutations import Inputs
 
 __all__ = ["CODES", "Broken", "Target", "run_command"]
 
@@ -27,16 +26,23 @@ class Target:
     """Something to fuzz.
 
     Attributes:
-        inputs: the strategy, made once.
+        inputs: makes what makes the inputs, once for each process.
         read: reads one input; raises if that went wrong.
         around: what runs while inputs are read, such as a server; what it yields goes to ``read``.
         needs: the module without which nothing can be read; empty if there is none.
+        imports: modules that reading imports late, so that each process need not do it again.
     """
 
-    inputs: Callable[[], st.SearchStrategy[Any]]
+    inputs: Callable[[], Inputs]
     read: Callable[[Any, Any], None]
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     needs: str = ""
+    imports: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All modules to import before processes are forked."""
+        return (self.needs, *self.imports) if self.needs else self.imports
 
 
 def run_command(*arguments: str) -> str:
