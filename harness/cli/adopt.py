@@ -53,12 +53,8 @@ def adopt(
 ) -> int:
     """Write a test of a framework's rollouts into a checkout of its repository.
 
-    It judges the checkout's own code, one test per check, and lies where the CI of that repository
-    collects it. With it come a file of what rollproof finds in the released version, which does not
-    fail, and a workflow for GitHub Actions. The line for the dependencies is printed.
-
-    A file that exists is never changed. Exit code 1: one has other content, and the difference is
-    shown.
+    With it come a file of expected failures and a workflow for GitHub Actions. A file that exists
+    is never changed. Exit code 1: one has other content, and the difference is shown.
     """
     output = Output()
     target = repository_named(repository)

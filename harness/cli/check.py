@@ -133,9 +133,8 @@ def check(
     """Judge recorded traces. Memory does not grow with their length, nor with their number.
 
     A damaged file is judged as far as it can be read. Files that could not be judged to their end,
-    and copies of others, are counted and listed, and the exit code is then not 0. In an unfinished
-    file, which lost its end or is still written, checks may fail, but pass only with
-    --unfinished-ok; requests that were open at its end do not count as hanging.
+    and copies of others, are listed, and the exit code is then not 0. In an unfinished file checks
+    pass only with --unfinished-ok.
     """
     output = Output(json_target, report, github=github)
     if slices is not None:

@@ -21,8 +21,7 @@ def merge(
 ) -> int:
     """Join the traces of several proxies and hosts into one, for `rollproof check`.
 
-    Needed where the calls of a request are in one file, and its sample in another. Events are
-    ordered by cause and effect: clocks that differ are corrected, and what is not certain is said.
+    Needed if the calls of a request are in one file, and its sample in another.
     """
     from rollproof.store.merging import merge_traces
 

@@ -116,9 +116,8 @@ def proxy(
 ) -> int:
     """Record what passes between a stack and a real engine server, until Ctrl-C.
 
-    Every byte passes unchanged. Point the stack at the address that is printed. A trace has the
-    calls, aborts, pauses and weight updates; samples are in it if the client reports them
-    (rollproof.http_clients, with ROLLPROOF_URL set to the address).
+    Point the stack at the address that is printed. Samples are in the trace if the client reports
+    them (rollproof.http_clients, with ROLLPROOF_URL set to the address).
     """
     # imported here: no other command needs uvicorn, starlette and httpx
     from rollproof.fakes.http.serving import bound_socket

@@ -63,9 +63,8 @@ def replay(
     A file chooses no code: name the subject, or agree to the one that the file names
     (--trust-subject). References of rollproof run without.
 
-    Exit code 1: a check that failed in the recorded trace fails again (reproduced), or only other
-    checks fail (another fault), or nothing failed in the recorded trace and a check fails now (new
-    fault). Exit code 0: the checks that failed pass now (fixed). Exit code 2: undecided.
+    Exit code 1: a check that failed fails again (reproduced), or only others do (another fault).
+    Exit code 0: the checks that failed pass now (fixed). Exit code 2: undecided.
     """
     output = Output(json_target)
     source = JsonTrace(file)

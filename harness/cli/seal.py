@@ -30,8 +30,7 @@ def seal(
 ) -> int:
     """Renew the checksum of traces and reports that you edited, or add one.
 
-    A file must be readable. It is formatted as rollproof writes it. With --check, exit code 254 if
-    a file has no checksum, or another one than it should.
+    With --check, exit code 254 if a file has no checksum, or another one than it should.
     """
     output = Output()
     problems = 0

@@ -49,9 +49,8 @@ def show(
 ) -> int:
     """Show what happened to the request of a trace's first finding, event by event.
 
-    Without findings: to its first request. A long trace is read up to its first finding; --finding
-    and --request read all of it once, and later only what they show. Exit code 0, whatever was
-    found; 254 if the file cannot be read to its end.
+    Without findings: to its first request. Exit code 0, whatever was found; 254 if the file cannot
+    be read to its end.
     """
     output = Output()
     if finding is not None and request is not None:

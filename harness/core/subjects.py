@@ -49,8 +49,7 @@ class RolloutSubject(Protocol):
         ``await fleet.sync(version)`` if the stack leaves it to its caller.
 
         When it returns, every server that was alive all the time admits calls under these weights
-        or newer ones only. If it cannot bring them there, it raises.
-        ``fleet.weights_of(version)`` are the weights, for ``server.load``.
+        or newer ones only; otherwise it raises. ``fleet.weights_of(version)`` are the weights.
         """
 
     def to_record(self, native: Any) -> Rollout | Awaitable[Rollout]:
@@ -112,9 +111,8 @@ class ReplaySubject(Protocol):
 
     ``contract`` has ``replay`` terms. The other methods are optional; some checks need them:
 
-    - ``set_weights(number)``: load weights. 0: the initial weights. n > 0: the initial weights plus
-      noise that is seeded by n, and large enough to change the routing. -1: the initial weights
-      with NaN in the first gate.
+    - ``set_weights(number)``: load weights. 0: the initial ones; n > 0: those plus noise that is
+      seeded by n and changes the routing; -1: those with NaN in the first gate.
     - ``nudge(layer, size)``: add ``size`` times ``spy.direction`` to the gate weight of a layer,
       until the next ``set_weights``.
     - ``residue() -> Mapping[str, int]``: count the state of replay that is left (targets, queues,

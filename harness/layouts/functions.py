@@ -419,9 +419,8 @@ class LayoutSubject(Protocol):
     ``method(layout, **arguments)`` with the layout of the case.
 
     Optional: ``supports(function, layout) -> str | None`` returns the reason why the framework does
-    not offer that, and such cases are skipped. ``numbers = False`` says that a payload must consist
-    of valid expert ids. A call that raises ``NotImplementedError``, because of the lengths of its
-    samples, is skipped, too.
+    not offer that; such cases are skipped, as is a call that raises ``NotImplementedError``.
+    ``numbers = False`` says that a payload must consist of valid expert ids.
     """
 
     layout: Layout

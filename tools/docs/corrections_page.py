@@ -51,10 +51,9 @@ report = rollproof.judge_corrections(MyCorrection)
 assert not report.failed
 ```
 
-Each batch tests one situation: ratios within and beyond the bounds, statistics on both sides of a rejection, unequal lengths with other
-logprobs at masked places, empty and untrained sequences, equal logprobs, ratios that overflow, tokens of several versions, missing logprobs.
-The exact result is computed in float64; tolerances are derived from the declared type (`rollproof.corrections.rounding`), and where rounding
-could decide a comparison, nothing is judged. Gradients of tensors are judged, too ([checks](checks.md#correction)).
+Each batch tests one situation: bounds, rejections, masked places, empty and untrained sequences, overflow, several versions, missing logprobs.
+The exact result is computed in float64; tolerances are derived from the declared type (`rollproof.corrections.rounding`), and what rounding
+could decide is not judged. Gradients of tensors are judged, too ([checks](checks.md#correction)).
 
 ## What the stacks call it
 
@@ -92,5 +91,5 @@ def corrections_page() -> Iterator[str]:
     yield "\n## What it gets and returns\n"
     for cls in (CorrectionBatch, Correction):
         text, meanings = described_fields(cls.__doc__)
-        yield f"\n### {cls.__name__}\n\n{markdown(text)}\n\n| field | meaning |\n|---|---|"
-        yield from (f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
+        yield f"\n### {cls.__name__}\n\n{markdown(text)}\n"
+        yield from (f"- `{name}`: {meaning}" for name, meaning in meanings.items())

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollproof.gpu_suites.engine_variants import KNOWN, NO_FLOAT32, VARIANTS
-from rollproof.gpu_suites.requirements import MARKERS
+from rollproof.gpu_suites.engine_variants import NO_FLOAT32, VARIANTS
 
 __all__ = ["gpu_page"]
 
@@ -19,7 +18,7 @@ How to judge real engines and real trainers on NVIDIA GPUs, and what came out on
 
 | file | judges |
 |---|---|
-| `test_engines.py` | vLLM and SGLang as in the [CPU runs](engines.md), in several settings; 256 calls that are aborted and resumed while weights change; a call alone and in a batch; engines that are killed or stopped; tensor and expert parallelism |
+| `test_engines.py` | vLLM and SGLang as in the [CPU runs](engines.md), in several settings; under load while weights change; alone and in a batch; killed or stopped; tensor and expert parallelism |
 | `test_trainers.py` | `hf_replay` on one GPU, under FSDP2 and DDP; megatron-core's `RouterReplay` over NCCL ([replay](replay.md)) |
 | `test_gap.py` | the [gap](gap.md) between engines and trainers: native, R2, R3, three wrong replays; across a weight update |
 
@@ -31,13 +30,12 @@ nox -s gpu --no-venv                           # installs nothing: what the host
 nox -s gpu -- --rollproof-full --rollproof-require-gpu --rollproof-gpu-report report
 ```
 
-- Without a GPU everything is skipped with the reason. `--rollproof-require-gpu` makes that a failure; `--rollproof-gpus N` fails if fewer are
-  found. Tests that need more GPUs than the host has are left out; none needs more than four.
+- Without a GPU everything is skipped (`--rollproof-require-gpu`: fails); `--rollproof-gpus N` fails if fewer are found. Tests that need more GPUs
+  than the host has are left out; none needs more than four.
 - A default run takes less than ten minutes on one GPU; `--rollproof-full`, or naming tests, runs more. `-n` is refused.
 - The dependencies of the engines conflict: set `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`, and install rollproof in each
   (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
-- A session claims all free GPUs and prints which. It leaves those alone that others use, unless `ROLLPROOF_SHARE_GPUS=1`; give each of several
-  sessions its own with `CUDA_VISIBLE_DEVICES`.
+- A session claims all free GPUs (`ROLLPROOF_SHARE_GPUS=1`: used ones too); give each of several sessions its own with `CUDA_VISIBLE_DEVICES`.
 - `--rollproof-gpu-report DIR` writes `run.json` and `run.html`; `python -m rollproof.gpu_suites.report.merging OUT run.json ...` joins the
   reports of shards. [ci](ci/README.md) has a workflow.
 - `--rollproof-model DIR` measures the gap on your checkpoint. `--rollproof-trainer SPEC` takes one trainer: `hf`, `fsdp2-2`, `fsdp2-4`,
@@ -49,12 +47,6 @@ nox -s gpu -- --rollproof-full --rollproof-require-gpu --rollproof-gpu-report re
 def gpu_page() -> Iterator[str]:
     """Yield the lines of docs/gpu.md."""
     yield f"# GPU suites\n{_INTRO}"
-    markers = (text.partition(": ") for text in MARKERS.values())
-    yield (
-        "Markers say what a test needs: "
-        + "; ".join(f"`{signature}` ({meaning.rstrip('.')})" for signature, _, meaning in markers)
-        + ". If something is missing, the test is skipped, or fails, with one line."
-    )
     yield (
         "\n## Settings of engines\n\nThose with a star are run with `--rollproof-full` only.\n\n"
         "| setting | what | engines |\n|---|---|---|"
@@ -66,11 +58,8 @@ def gpu_page() -> Iterator[str]:
         yield f"\nValues of {engine} are not compared with the float32 forward: {reason}."
     yield (
         "\nKnown failures ([track record](track-record.md#on-gpus-vllm-0260-sglang-0517)) are judged"
-        " separately, and must continue to fail:\n"
+        " separately, and must continue to fail."
     )
-    for flavour, failures in KNOWN.items():
-        for name, failure in failures.items():
-            yield f"- {flavour}, `{name}`: {', '.join(failure.checks)}"
     runs = {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(RUNS.glob("*.json"))
@@ -92,8 +81,8 @@ def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         " exp(d) - 1 - d, d = trainer - rollout logprob. Ratios are those of k3 to native routing on"
         " the same tokens; controls are routes shifted by a token, by a layer, and permuted (the"
         " smallest ratio is shown). Self-replay is the largest difference of a logprob between a"
-        " recording pass and its replay. A row has the range over its trainers and runs. Trainers"
-        f" that are split over GPUs: {', '.join(sorted(split))}.\n"
+        " recording pass and its replay. A row has the range over its trainers and runs; splits over"
+        f" GPUs are {', '.join(sorted(split))}.\n"
     )
     yield (
         "| engine | dtype | trainers | native k3 | R3 k3 | R3 / native | controls | self-replay |"
@@ -127,10 +116,9 @@ def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         columns = (engine, dtype, trainers, *k3, ratio, worst, replayed)
         yield f"| {' | '.join(columns)} |"
     yield (
-        "\nThe limits of [the gap](gap.md#limits) are for trained models. A generated model"
-        " amplifies rounding and breaks those of k3 and mean abs d, also with R3 (k3 is 0.003, the"
-        " limit 0.002): the suite asserts the effect of replay and of the controls, and that"
-        " self-replay is exact."
+        "\nA generated model amplifies rounding beyond [limits](gap.md#limits) that are for trained"
+        " ones: the suite asserts the effect of replay and of the controls, and that self-replay is"
+        " exact."
     )
 
 
@@ -191,13 +179,11 @@ _MODES = """
 ## Three things that are not bit for bit, and why
 
 - **A matrix product in float32.** cuBLAS chooses a kernel by the number of rows. With replay sample by sample, padding goes to other experts
-  than in the recording pass, so logprobs differ by up to 5.3e-5 in float32 (4.9e-5 below), by 0 in bfloat16. Row by row, padding included,
-  self-replay must be 0, and is.
-- **A call to vLLM in batch-invariant mode, alone and in a batch.** Equal to the bit in steps of up to 255 tokens, not in longer ones
-  ([track record](track-record.md#on-gpus-vllm-0260-sglang-0517), 6): the suite repeats the calls in smaller steps.
+  than in the recording pass, so logprobs differ by up to 5.3e-5 in float32. Row by row, padding included, self-replay is 0.
+- **A call to vLLM in batch-invariant mode, alone and in a batch.** Equal to the bit in steps of up to 255 tokens only
+  ([track record](track-record.md#on-gpus-vllm-0260-sglang-0517), 6).
 - **A step with compiled attention, after a step of another width.** `torch.compile(dynamic=True)` treats sizes that are equal in the first
-  call as one (`use_duck_shape`); a second compilation sums in another order, and a loss differed by 4.8e-8. A trainer that compiles may have
-  to declare a tolerance.
+  call as one (`use_duck_shape`), and compiles again: a loss differed by 4.8e-8. A trainer that compiles may have to declare a tolerance.
 """
 
 _NOT_RUN = """

@@ -61,9 +61,9 @@ served sglang  [seed 0, 1 case]
 
 | exit code | if |
 |---|---|
-| 0 | everything that arose passed; situations that did not arise are listed (`rollproof check` of the same trace, kept by `--trace FILE`, counts them as unknown) |
+| 0 | everything that arose passed (`rollproof check` of the trace, kept by `--trace FILE`, counts what did not arise as unknown) |
 | 1 | a check failed, as `routes.rows` does without the line `routed_experts_start_len` of [served_client.py](example/served_client.py) |
-| 2 | no sample was reported, a fault or an action of the plan did not happen, the command failed, or the client left out what a check needs |
+| 2 | no sample was reported, a planned fault or action did not happen, the command failed, or the client left out what a check needs |
 
 Two lines of the client are there for rollproof, the hook and the decorator:
 
@@ -76,18 +76,15 @@ Two lines of the client are there for rollproof, the hook and the decorator:
 {sample.rstrip()}
 ```
 
-The command finds the address in `ROLLPROOF_URL`, the openai client by itself (`OPENAI_BASE_URL`); for another source choose it:
-`--port 30000`. Without `ROLLPROOF_URL`, as in production, nothing is added to any call. In pytest the same is a fixture, `rollproof_sglang` or
-`rollproof_vllm` ([test_served_client.py](example/test_served_client.py)):
+The command finds the address in `ROLLPROOF_URL`, the openai client by itself (`OPENAI_BASE_URL`); `--port 30000` chooses it. Without
+`ROLLPROOF_URL`, as in production, nothing is added to any call. In pytest the same is a fixture, `rollproof_sglang` or `rollproof_vllm`:
 
 ```python
 {(EXAMPLE / "test_served_client.py").read_text(encoding="utf-8").strip()}
 ```
 
 The fixtures also take `servers=2` (with a router), `options={{"seed": 3}}`, `save="trace.json"` and `only=["routes"]`. They return the fleet:
-`fleet.url` is the address, `fleet.update_weights("step-1")` does what a trainer does. `rollproof init http` writes such a test. The
-[contract](contract.md) ([served_contract.toml](example/served_contract.toml)) says what samples promise; `--like slime` takes that of a
-public stack."""
+`fleet.url` is the address, `fleet.update_weights("step-1")` does what a trainer does. `rollproof init http` writes such a test."""
 
 
 def _known() -> Iterator[str]:
@@ -103,8 +100,7 @@ def _known() -> Iterator[str]:
 | another in Python | send `headers(url)` with each call |
 | another language | [post requests and samples](#in-another-language) |
 
-All are in `rollproof.http_clients`. A hook names the rollout in a header of each call, so that retries, hedges and rollouts of one prompt are
-kept apart. In a chat, SGLang returns the ids of sampled tokens as `response_token_ids` and vLLM as `token_ids`, both only if the call has
+All are in `rollproof.http_clients`. A hook names the rollout in a header of each call. In a chat, SGLang returns the ids of sampled tokens as `response_token_ids` and vLLM as `token_ids`, both only if the call has
 `extra_body={"return_token_ids": True}`.
 
 - **The sample is what the decorated function returns**: a `rollproof.Rollout`, or a dictionary with its fields. Another form is read by
@@ -127,7 +123,7 @@ def _plans() -> Iterator[str]:
 {(EXAMPLE / "served_plan.toml").read_text(encoding="utf-8")}```
 
 If several faults are due for a call, the first one is applied; `times` limits how often. At its end the server prints for each fault and action
-whether it happened. An action happens once, to a request; with `queued = true` in `when`, while the call waits to be admitted:
+whether it happened. An action happens once; with `queued = true` in `when`, while the call waits to be admitted:
 
 | action | effect |
 |---|---|
@@ -167,17 +163,16 @@ $ rollproof serve --as sglang --port 30000 --trace served.arrow
 sglang on http://127.0.0.1:30000
 ```
 
-It serves until Ctrl-C; then `rollproof check served.arrow`. A client whose samples are to be judged is started with
-`ROLLPROOF_URL=http://127.0.0.1:30000`.
+After Ctrl-C, `rollproof check served.arrow` judges it. Start the client with `ROLLPROOF_URL=http://127.0.0.1:30000`.
 
 - Events are written every second, and a trace that exists is never overwritten. They have wall-clock times, so checks of hangs stay unknown.
 - Tokens are words `w5`, one each; `"model"` may be anything. The first weights are labelled `default`.
-- What a call samples depends on its prompt, the weights and `--seed` alone: sampling parameters are checked and change nothing, stop strings
-  are never met, the samples of `n > 1` are equal.
+- A call's tokens depend on its prompt, the weights and `--seed` alone: sampling parameters change nothing, stop strings are never met, samples of
+  `n > 1` are equal.
 - A pause lasts until it is ended: calls wait for `/continue_generation` or `/resume`, after `/sleep` for `/wake_up`.
-- An update identifies weights by its path or name: the same name is the same weights, no name the next ones. Nothing is read from it.
-- A wrong request gets the real server's status and form. Answers are compared with recordings of the real servers (SGLang 0.5.21, vLLM 0.32.0,
-  sglang-router 0.3.2 in tests/fakes/http/recorded); known_differences.py there says what differs, and why.
+- An update identifies weights by its path or name (none: the next ones). Nothing is read from it.
+- Answers, also to wrong requests, are compared with recordings of SGLang 0.5.21, vLLM 0.32.0 and sglang-router 0.3.2 (tests/fakes/http, with
+  known_differences.py).
 - `--workers 4 --router gateway` (or `slime`) serves four engines and a router, in one trace; each counts the calls of a fault plan by itself.
 - `--host ADDRESS --token TEXT` lets other machines in ([threat model](threat-model.md#fake-servers)), which send the token as their API key.
 - `--routes compact` (SGLang) or `described` (vLLM, as prime-rl has it) sends routes in another form.

@@ -35,12 +35,10 @@ RESULTS = Path(__file__).parents[2] / "docs" / "replay_results"
 _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
 _SECTION = "replay-on-megatron-run-verl-091-skyrl-030-megatron-core-0161"
 _INTRO = """
-Reference: what the adapter of a trainer that replays recorded routes declares and reports, which steps rollproof runs, and the verdicts on
-the trainers that were judged. To begin, take the [tutorial](tutorials/replay-trainer.md), then [transformers](replay-hf.md) or
-[Megatron](replay-megatron.md).
+Reference: what the adapter of a trainer declares and reports, which steps are run, and the verdicts. To begin, take the
+[tutorial](tutorials/replay-trainer.md), then [transformers](replay-hf.md) or [Megatron](replay-megatron.md).
 
-A spy observes the *output* of every router, and the expected experts are derived from the samples' payload alone. All layers must have the
-same `top_k`.
+A spy observes the *output* of every router; the expected experts are derived from the samples' payload. All layers must have the same `top_k`.
 
 | entry point | |
 |---|---|
@@ -75,8 +73,8 @@ def replay_page() -> Iterator[str]:
     yield "\n## What it gets and returns\n\nFrom `rollproof.replay.events` and `rollproof.replay.spy`.\n"
     for record in (replay.Step, replay.Outcome):
         text, meanings = described_fields(record.__doc__)
-        yield f"\n### {record.__name__}\n\n{markdown(text)}\n\n| field | meaning |\n|---|---|"
-        yield from (f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
+        yield f"\n### {record.__name__}\n\n{markdown(text)}\n"
+        yield from (f"- `{name}`: {meaning}" for name, meaning in meanings.items())
     yield from _enums(replay)
     yield f"\n### Spy\n\n{markdown(Spy.__doc__)}"
     for function in (
@@ -118,12 +116,11 @@ def _covering() -> Iterator[str]:
 def _episodes() -> Iterator[str]:
     """The steps of a trainer that supports everything."""
     yield (
-        "\n## Episodes\n\nAn episode begins with a fresh adapter. A trainer that supports everything"
-        " (R2, one other model) runs these; `--profile nightly` and `soak` add random ones, which"
-        " repeat a few steps among failures, recomputes and other modes.\n"
+        "\n## Episodes\n\nAn episode begins with a fresh adapter; `--profile nightly` and `soak` add"
+        " random ones.\n"
     )
     episodes = (f"{each.name} ({len(each.steps)})" for each in episodes_for(Pipelined.contract))
-    yield f"Episodes, with the number of their steps: {', '.join(episodes)}."
+    yield f"With the number of their steps, for a trainer that supports everything: {', '.join(episodes)}."
 
 
 def _table() -> Iterator[str]:
@@ -137,11 +134,11 @@ def _table() -> Iterator[str]:
     yield (
         f"\n## Verdicts\n\nReal trainers on CPU (gloo), judged on a machine that has their packages"
         f" ({', '.join(_versions())}), and rollproof's own, in numpy on simulated ranks. Every one"
-        f" of the {len(checks)} checks passes, or does not apply, in all of rollproof's own and in"
-        f" {'; '.join(name for name in clean if name not in REFERENCES)}.\n"
+        f" of the {len(checks)} checks passes, or does not apply, in all {len(REFERENCES)} of rollproof's"
+        f" own and in {len(clean) - len(REFERENCES)} of {len(rows) - len(REFERENCES)} others.\n"
     )
     yield (
-        f"In the others, fail ✗ and unknown ? ([what fails](track-record.md#{_SECTION})); all other"
+        f"In the rest, fail ✗ and unknown ? ([what fails](track-record.md#{_SECTION})); all other"
         " checks pass.\n"
     )
     yield f"| trainer | split | {' | '.join(check.id for check in columns)} |"

@@ -44,11 +44,10 @@ def situations_page() -> Iterator[str]:
     """docs/situations.md."""
     yield "# Situations\n"
     yield (
-        "What a run meets for certain: situations that arise in the corner cases, which every"
-        " profile runs in full, or in its small scope. Random cases come on top. A report lists the"
-        " situations under *exercised* (`-v` lists all): a check whose situation did not arise is"
-        " unknown. Measured with references on the flavour vllm: rollouts that"
-        f" {'; '.join(_CONTRACTS.values())}; and {_BATCHES}."
+        "What every run meets, before random cases come on top. A report lists the situations under"
+        " *exercised* (`-v` lists all): a check whose situation did not arise is unknown. Measured"
+        f" with references on the flavour vllm: rollouts that {'; '.join(_CONTRACTS.values())}; and"
+        f" {_BATCHES}."
     )
     batches = record_batches(Collator)
     converted = set(situations(batches.events, "batches", batches.header))
@@ -70,7 +69,13 @@ def situations_page() -> Iterator[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return f"{'; '.join(names)}."
+    """Return the names in a sentence, those of one limit together."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        head, limit, rest = name.partition(" limit, ")
+        groups.setdefault(f"{head}{limit.rstrip(', ')}", []).extend([rest] if limit else [])
+    parts = (f"{head} ({', '.join(of)})" if of else head for head, of in groups.items())
+    return f"{'; '.join(parts)}."
 
 
 def _met(factory: SubjectFactory, profile: Profile) -> set[str]:

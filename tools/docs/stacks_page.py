@@ -41,28 +41,24 @@ def stacks_page() -> Iterator[str]:
     results = list(_newest_pinned())
     yield (
         "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines, and"
-        " what came out. `rollproof verify --stack NAME` judges one that is installed (elsewhere its"
-        " error has the commands that install it, without engines and CUDA packages);"
+        " what came out ([what fails](track-record.md)). `rollproof verify --stack NAME` judges one"
+        " that is installed (elsewhere its error says how to install it);"
         " `nox -s upstream -- NAME==VERSION` installs it and compares its verdicts with those of"
-        " `verdicts.toml` in its folder of harness/stacks. [track-record.md](track-record.md)"
-        " describes what fails, with a script for each.\n"
+        " `verdicts.toml` in its folder of harness/stacks.\n"
     )
     yield (
-        "- An entry of `verdicts.toml` names the kinds of findings, and the situations before them:"
-        " another kind, or a pass, is an error. The matrix is that of the default seed.\n"
+        "- An entry of `verdicts.toml` names the kinds of findings: another kind, or a pass, is an"
+        " error.\n"
         "- `--checkout DIR` judges a checkout: of a fork, a branch, or of slime, prime-rl, NeMo-RL"
         " and ROLL, which no package index has. An editable installation counts as a checkout.\n"
         "- A release that is not in the table, a fork, or changed code (`0.9.1+changed`: files that"
         " differ from the commit, or from what was installed) is driven as the newest that is in"
-        " the table and is not newer. With `--matrix` the failures of that release are expected,"
-        " one that does not show is a note, and everything else is an error. The report says so;"
-        " what fails then may be the adapter's fault.\n"
+        " the table and is not newer; what fails then may be the adapter's fault. With `--matrix`"
+        " the failures of that release are expected, and others are errors.\n"
         "- `rollproof matrix add REPORT.json --to DIR` stores a report of `verify --json`, and"
-        " `rollproof matrix build DIR --out SITE` makes a site of what is stored: a table of releases"
-        " and checks, a page a release, what changed, and faults by age. This documentation has one"
-        " of the results below.\n"
-        "- `-v` lists the checks that do not apply, with the reason: what the stack's contract rules"
-        " out.\n"
+        " `rollproof matrix build DIR --out SITE` makes a site of what is stored, as this"
+        " documentation has one of the results below.\n"
+        "- `-v` lists the checks that do not apply, with the reason.\n"
     )
     yield from _parts(results)
     yield from _table(results)
