@@ -58,8 +58,7 @@ def harness_acts() -> Iterator[None]:
 class FakeEngine:
     """A server ``server_id`` with weights ``version``, shown under ``label``.
 
-    ``hooks`` number the calls, attribute them to requests and may act at every token. Everything is
-    recorded. Methods that represent a message to the server raise ``ServerDied`` while it is dead.
+    Methods that represent a message to the server raise ``ServerDied`` while it is dead.
 
     Attributes:
         handed_out: The routes that callers within the program got and can write to, by call id.
@@ -241,8 +240,7 @@ class FakeEngine:
 
         ``options.pause_steps`` pass first, in which calls run on. ``clear_cache`` also drops all
         KV: the prefix cache, and the KV of frozen calls, which prefill again after the resume. A
-        pause in place drops nothing. Pausing twice is allowed; one resume ends both. If a resume
-        ends a pause before it is complete, the pause returns and is not recorded.
+        pause in place drops nothing. Pausing twice is allowed; one resume ends both.
         """
         self._refuse_dead()
         if self.options.pause_steps:
@@ -278,9 +276,9 @@ class FakeEngine:
         """Load weights ``version`` in a transfer of ``options.transfer_steps`` steps, also while
         calls run, and show ``label``.
 
-        Without a label the server shows ``None``: nothing was published for these weights.
-        ``identity`` is accepted and ignored: versions are equal if and only if weights are. Raises
-        ``TransferFailed`` if ``fail_next_load`` is set; the weights then stay.
+        ``None`` as a label: nothing was published for these weights. ``identity`` is ignored:
+        versions are equal if and only if weights are. Raises ``TransferFailed`` if
+        ``fail_next_load`` is set; the weights then stay.
         """
         self._refuse_dead()
         # Timers of the same moment run in no particular order, and of two transfers to one server
@@ -296,10 +294,7 @@ class FakeEngine:
             done.set_result(None)
 
     def load_now(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """Load without letting time pass, for stacks that block while they transfer.
-
-        Such a stack calls ``ray.get`` inside a coroutine.
-        """
+        """Load without letting time pass, for stacks that block while they transfer."""
         self._refuse_dead()
         if self.fail_next_load:
             self.fail_next_load = False

@@ -48,9 +48,7 @@ class Fleet:
     """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``.
 
     Their label is that number, or in the form of the strings that the stack itself publishes.
-    ``pause_mode`` and ``clear_cache`` are the defaults of ``sync``, and at first those of the case;
-    a subject with another update procedure sets them in ``start``. Make it inside a running event
-    loop. Raises ``CaseError`` for a case that cannot be run.
+    ``pause_mode`` and ``clear_cache`` are the defaults of ``sync``, and at first those of the case.
     """
 
     def __init__(self, case: Case, recorder: Recorder, *, first_label: str | None = None) -> None:

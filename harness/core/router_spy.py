@@ -226,9 +226,9 @@ def sketch(gradient: Any) -> FloatArray:
     """Return ``(9,)``: the norm of a gradient and its products with eight fixed sign vectors, of
     which the first is ``direction``.
 
-    Sketches of equal arrays are equal bit for bit; the mean squared difference of the products of
-    two arrays of one shape estimates the squared norm of their difference (Johnson and
-    Lindenstrauss 1984, with the signs of Achlioptas 2003). Takes an array or a CPU tensor.
+    The mean squared difference of the products of two arrays of one shape estimates the squared
+    norm of their difference (Johnson and Lindenstrauss 1984, with the signs of Achlioptas 2003).
+    Takes an array or a CPU tensor.
     """
     if hasattr(gradient, "detach"):
         gradient = gradient.detach().cpu().double().numpy()

@@ -58,8 +58,7 @@ class EngineCall:
 
     ``request_id`` is the id of a rollout's request, or a handle that begins with it and ``-``,
     ``_``, ``:``, ``/`` or ``.``. Without it the call belongs to the rollout in whose context it is
-    made, else to the open request that sends these ``prompt_ids`` next, else to the one with the
-    longest prompt that they begin with; if several remain, none of them is judged.
+    made, else to the one request that its tokens fit; if several remain, none of them is judged.
     """
 
     prompt_ids: tuple[int, ...]

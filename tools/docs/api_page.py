@@ -182,7 +182,12 @@ def api_page() -> Iterator[str]:
     ):
         summary = one_line((function.__doc__ or "").partition("\n\n")[0])
         yield f"- `rollproof.{function.__name__}(factory, ...)`: {summary}"
-    yield from _class(rollproof.Report, ("failed", "summary", "exit_code", "to_dict"))
+    yield (
+        "\n### Report\n\nIts attributes are the keys of the [JSON"
+        " report](entry-points.md#json-report-schema-1), with `results` for `checks`; and:\n"
+    )
+    for name in ("failed", "summary", "exit_code", "to_dict"):
+        yield _bullet(_member(rollproof.Report, name), name)
     yield from _class(rollproof.EngineCall)
     yield from _class(rollproof.Recording, _RECORDING)
     yield from _function(rollproof.lend, "lend", level=3, title="rollproof.lend")

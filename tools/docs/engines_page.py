@@ -106,10 +106,9 @@ def _gaps(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if not rows:
         return
     yield (
-        "\n## The rollout gap\n\nSequences that the engine sampled at temperature 1, next to a"
-        " Hugging Face forward in the same dtype, with its own routing (native) and with the"
-        " engine's routes replayed. In nats, with 95 % intervals over sequences. In float32 the"
-        " difference is rounding; in bfloat16 a part of it is other experts, which replay removes.\n"
+        "\n## The rollout gap\n\nSequences sampled at temperature 1, next to a Hugging Face forward in"
+        " the same dtype, with its own routing (native) and with the engine's routes replayed. In nats,"
+        " with 95 % intervals over sequences.\n"
     )
     yield f"| engine | model | dtype | routing | tokens | sequences | {' | '.join(GAP_METRICS)} |"
     yield f"|---|---|---|---|---|---|{'---|' * len(GAP_METRICS)}"
