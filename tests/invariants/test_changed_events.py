@@ -63,15 +63,17 @@ from tests.support.scripted_rollouts import ScriptedCall, script_rollout
 RECORDED = Path(__file__).parent / "recorded"
 _CHANGES = {
     "layout": 14,
-    "batch": 110,
-    "replay": 70,
+    "batch": 200,
+    "replay": 90,
     "routes": 70,
     "rollouts": 110,
     "scripted": 70,
-    "engine": 70,
+    "engine": 90,
     "correction": 90,
 }
 """About how many changes of one trace are judged."""
+_CONTRACTS = {"layout": 0, "routes": 12, "rollouts": 12, "scripted": 12}
+"""The same of the contract, if not 20."""
 _OF_ROLLOUTS = ["stitch", "versions", "weights", "lifecycle"]
 _FAMILIES = {"rollouts": _OF_ROLLOUTS, "scripted": _OF_ROLLOUTS}
 """The families of checks that judge the traces of a name, if they are not those of that name."""
@@ -287,7 +289,8 @@ TRACES: dict[str, dict[str, Callable[[], Trace]]] = {
 def outcomes_of(family: str, name: str) -> dict[str, list[str]]:
     """The outcomes of the changes of one trace."""
     registry = default_registry().select(_FAMILIES.get(family, [family]))
-    return outcomes(TRACES[family][name](), registry, _CHANGES[family])
+    trace = TRACES[family][name]()
+    return outcomes(trace, registry, _CHANGES[family], _CONTRACTS.get(family, 20))
 
 
 def recorded(family: str) -> dict[str, dict[str, list[str]]]:

@@ -1,7 +1,8 @@
 """All small changes of a trace, and what the checks of a family make of each of them.
 
-The changes know nothing of the checks: every value of every event is made another one, in turn. So
-they reach the branches that nobody thought of when the checks were written.
+The changes know nothing of the checks: every value of every event, and every promise of the
+contract, is made another one, in turn. So they reach the branches that nobody thought of when the
+checks were written.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -21,12 +23,13 @@ from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
 from tests.support.bug_findings import without_lines
 
-__all__ = ["WORDS", "changes_of", "outcomes"]
+__all__ = ["WORDS", "changes_of", "contracts_of", "outcomes"]
 
 WORDS = "words of the findings"
 CRASHED, _OPEN = "crashed", "open"
 _NOT_CHANGED = frozenset({"index", "time", "request_id", "episode", "given"})
 """Fields that name an event, and the numbers of a layout call, from which the reference is made."""
+_TERMS_LOST = frozenset({".engine None", ".replay None", ".correction None"})
 
 
 def changes_of(trace: Trace) -> Iterator[tuple[str, int, tuple[Event, ...]]]:
@@ -39,20 +42,56 @@ def changes_of(trace: Trace) -> Iterator[tuple[str, int, tuple[Event, ...]]]:
             yield f"{name}{words}", i, (changed,)
 
 
-def outcomes(trace: Trace, registry: Registry, most: int) -> dict[str, list[str]]:
+def contracts_of(trace: Trace) -> Iterator[tuple[str, Trace]]:
+    """Yield every change of the contract, in words: the same events under another promise."""
+    header = trace.header
+    for words, contract in _changed(header.contract):
+        # most promises of several parts have no order, and a subject has the terms of its kind
+        if words.endswith((" reversed", " with the last twice")) or words in _TERMS_LOST:
+            continue
+        engine = header.engine
+        if engine is not None:
+            # what a subject and its engine declare alike is one promise
+            alike = {
+                name: value
+                for name in (entry.name for entry in fields(contract))
+                if (value := getattr(contract, name)) != getattr(header.contract, name)
+                and getattr(header.contract, name) == getattr(engine, name)
+            }
+            try:
+                engine = replace(engine, **alike)
+            except RollproofError:
+                continue
+        yield (
+            f"contract{words}",
+            replace(trace, header=replace(header, contract=contract, engine=engine)),
+        )
+
+
+def outcomes(
+    trace: Trace, registry: Registry, most: int, contracts: int = 0
+) -> dict[str, list[str]]:
     """By change, what the verdicts on it are where they differ from those on ``trace``.
 
-    ``WORDS`` has the words of the first finding of each kind. At most about ``most`` changes are
-    judged, evenly chosen.
+    ``WORDS`` has the words of the first finding of each kind. At most about ``most`` changes of
+    events and ``contracts`` changes of the contract are judged, evenly chosen.
     """
     clean = _verdicts(trace, registry)
     out = {"": [f"{name} {text}" for name, text in clean.items() if text != _OPEN]}
     events, changes = list(trace.events), list(changes_of(trace))
     # A prime number of steps, so that all kinds of changes have their turn.
     every = _prime_from(len(changes) // most)
+    changed_traces = [
+        (words, trace.with_events([*events[:i], *instead, *events[i + 1 :]]))
+        for words, i, instead in changes[::every]
+    ]
+    promises = list(contracts_of(trace)) if contracts else []
+    # begins elsewhere for each trace, so that several traces have all promises changed
+    step = _prime_from(len(promises) // max(contracts, 1))
+    changed_traces += promises[len(events) % step :: step]
     texts: dict[tuple[str, str], str] = {}
-    for words, i, instead in changes[::every]:
-        results = judge(trace.with_events([*events[:i], *instead, *events[i + 1 :]]), registry)
+    for words, changed_trace in changed_traces:
+        results = judge(changed_trace, registry)
         changed = {result.id: _outcome(result) for result in results.results}
         # No process could have written such a record: a check may give up on it.
         if CRASHED in changed.values():
@@ -81,7 +120,9 @@ def _words(finding: Finding) -> str:
 
 
 def _outcome(result: CheckResult) -> str:
-    """Return the verdict with what it rests on: kinds, the first place, counters."""
+    """Return the verdict with what it rests on: kinds, the first place, counters, and a checksum of
+    the words and places of all findings.
+    """
     if result.reason.startswith("the check itself crashed"):
         return CRASHED
     if result.verdict is Verdict.NOT_APPLICABLE or "not exercised" in result.reason:
@@ -90,8 +131,17 @@ def _outcome(result: CheckResult) -> str:
     if result.verdict is not Verdict.FAIL:
         return f"{result.verdict}: {counters or result.reason}"
     kinds = ", ".join(f"{times} {kind}" for kind, times in sorted(result.kinds.items()))
-    place = ", ".join(f"{key} {value}" for key, value in sorted(result.findings[0].where.items()))
-    return f"fail: {kinds} (first at {place or 'no place'}; {counters or 'nothing counted'})"
+    place = _place(result.findings[0])
+    # the words themselves are recorded once a kind: they would fill megabytes
+    texts = "\n".join(f"{_words(finding)} | {_place(finding)}" for finding in result.findings)
+    return (
+        f"fail: {kinds} (first at {place or 'no place'}; {counters or 'nothing counted'};"
+        f" words {crc32(texts.encode()):08x})"
+    )
+
+
+def _place(finding: Finding) -> str:
+    return ", ".join(f"{key} {value}" for key, value in sorted(finding.where.items()))
 
 
 def _changed(record: Any) -> Iterator[tuple[str, Any]]:
