@@ -11,7 +11,7 @@ import numpy as np
 from rollproof.core.contract import Contract, Rows, Versions
 from rollproof.core.engine_contract import EngineTerms, Refusal, ReplyKey, RoutesSwitch, StreamMode
 from rollproof.core.events.rollout import Call, Chunk, Reference, Reply, Weights
-from rollproof.core.records import EngineOutput, FinishReason, IntArray
+from rollproof.core.records import EngineOutput, FinishReason
 from rollproof.invariants._shared.phrases import count
 from rollproof.invariants.engine.independent_forward import (
     NEAR_TIE,
@@ -311,7 +311,7 @@ class EngineIdentity(PerReply):
         if event.identity:
             self._before_update += self._since_update
         # A real update in between makes the two calls incomparable.
-        elif event.index > 0:
+        else:
             self._before_update = []
         self._since_update = []
 
@@ -357,22 +357,15 @@ class EngineIdentity(PerReply):
             gap = np.abs(first.logprobs[:shared] - second.logprobs[:shared])
             if len(gap) and gap.max() > TOLERANCE:
                 changes.append(f"logprobs differ by up to {gap.max():.3g} nats")
-        # routes of another shape have no layers to name: routes.shape reports them
-        comparable = readable(self.contract, first) and readable(self.contract, second)
-        layers = (
-            self._changed_layers(first.routes, second.routes, len(call.prompt_ids) + shared - 1)
-            if comparable
-            else []
+        layers, reordered = self._differing_layers(
+            first, second, len(call.prompt_ids) + shared, references
         )
         if layers:
             changes.append(
                 f"rows differ in {len(layers)} of {self.contract.route_layers} layers"
                 f" (layers {layers})"
             )
-        reordered = self._reordered_layers(
-            first, second, len(call.prompt_ids) + shared - 1, references
-        )
-        if reordered and not layers:
+        elif reordered:
             changes.append(f"the experts of a row are in another order, in layers {reordered}")
         if changes:
             out.finding(
@@ -392,46 +385,41 @@ class EngineIdentity(PerReply):
                 ),
             )
 
-    def _changed_layers(
-        self, first: IntArray | None, second: IntArray | None, stop: int
-    ) -> list[int]:
-        if first is None or second is None:
-            return []
-        size = min(len(first), len(second), max(stop, 0))
-        differs = (np.sort(first[:size], axis=2) != np.sort(second[:size], axis=2)).any(axis=(0, 2))
-        return [self.contract.layer_of_column(int(column)) for column in np.flatnonzero(differs)]
-
-    def _reordered_layers(
+    def _differing_layers(
         self, before: EngineOutput, after: EngineOutput, stop: int, references: Sequence[Reference]
-    ) -> list[int]:
-        """Return the layers in which the same experts are in another order and rounding does not
-        explain it.
+    ) -> tuple[list[int], list[int]]:
+        """Return the layers with other experts, and those with the same ones in another order that
+        rounding does not explain.
+
+        ``stop``: so many tokens of prompt and reply are the same in both calls.
         """
+        start = before.routes_start
+        # routes of another shape have no layers to name: routes.shape reports them
         if (
-            not references
-            or not (readable(self.contract, before) and readable(self.contract, after))
-            or before.routes_start != after.routes_start
+            not (readable(self.contract, before) and readable(self.contract, after))
+            or start != after.routes_start
         ):
-            return []
+            return [], []
         rows_before, rows_after = (
-            captured_rows(self.contract, output)[: max(stop - before.routes_start, 0)]
+            captured_rows(self.contract, output)[: max(stop - start, 0)]
             for output in (before, after)
         )
         size = min(len(rows_before), len(rows_after))
-        differs = (
-            moe_rows(self.contract, rows_before[:size])
-            != moe_rows(self.contract, rows_after[:size])
-        ).any(axis=2)
-        moe, positions = (
-            list(self.contract.moe_layers or ()),
-            slice(before.routes_start, before.routes_start + size),
+        rows_before, rows_after = rows_before[:size], rows_after[:size]
+        changed = (np.sort(rows_before, axis=2) != np.sort(rows_after, axis=2)).any(axis=(0, 2))
+        layers = [self.contract.layer_of_column(int(i)) for i in np.flatnonzero(changed)]
+        if not references:
+            return layers, []
+        differs = (moe_rows(self.contract, rows_before) != moe_rows(self.contract, rows_after)).any(
+            axis=2
         )
+        moe, positions = list(self.contract.moe_layers or ()), slice(start, start + size)
         for reference in references:
             decided = (reference.orders[positions][:, moe] >= NEAR_TIE) & (
                 reference.margins[positions][:, moe] >= NEAR_TIE
             )
             differs[: len(decided)] &= decided
-        return [moe[int(column)] for column in np.flatnonzero(differs.any(axis=0))]
+        return layers, [moe[int(column)] for column in np.flatnonzero(differs.any(axis=0))]
 
 
 def _streams(contract: Contract) -> str | None:
