@@ -159,12 +159,8 @@ def _native_norms(view: StepView) -> dict[int, float]:
     """Return the norm of each gate's gradient in earlier native steps, if there is one."""
     norms: dict[int, float] = {}
     for other in view.before.values():
-        if (
-            other.done
-            and other.outcome is not None
-            and other.step.action is Action.NATIVE
-            and other.step.model == "policy"
-        ):
+        if other.done and other.step.action is Action.NATIVE and other.step.model == "policy":
+            assert other.outcome is not None
             norms |= {
                 layer: float(sketch[0])
                 for layer, sketch in other.outcome.gates.items()
@@ -296,7 +292,7 @@ def _same_request(base: StepView, view: StepView) -> bool:
 )
 def replay_reference(view: StepView, out: Collector) -> None:
     """Compare a replayed step with the subject's reference path."""
-    if view.step.variant == REFERENCE and view.outcome is not None and view.outcome.skipped:
+    if view.step.variant == REFERENCE and view.hindrance is not None:
         _excuse(view, out, "reference", f"; {_UNJUDGED}")
         return
     other = pair_of(view, "reference", out)

@@ -46,8 +46,10 @@ __all__ = [
 def replay_self_loss(view: StepView, out: Collector) -> None:
     """Compare the loss of a self-replay with that of the native step."""
     other = pair_of(view, "self", out)
-    if other is None or view.outcome is None or other.outcome is None:
+    if other is None:
         return
+    assert view.outcome is not None
+    assert other.outcome is not None
     if view.outcome.loss is None or other.outcome.loss is None:
         out.absent("the subject reports no loss")
         return
@@ -79,8 +81,10 @@ def replay_self_loss(view: StepView, out: Collector) -> None:
 def replay_self_gradients(view: StepView, out: Collector) -> None:
     """Compare the gradients of a self-replay with those of the native step."""
     other = pair_of(view, "self", out)
-    if other is None or view.outcome is None or other.outcome is None or not view.step.backward:
+    if other is None or not view.step.backward:
         return
+    assert view.outcome is not None
+    assert other.outcome is not None
     if not sketches(view.outcome) or not sketches(other.outcome):
         out.absent("the subject reports no gradients")
         return

@@ -44,6 +44,13 @@ def test_a_small_gradient_is_compared_with_the_largest(
     assert [] == list(gradient_differences(own, others, float(distance)))
 
 
+def test_without_a_finite_norm_a_gradient_is_compared_with_its_own() -> None:
+    """A norm that is not a number gives no scale."""
+    own, others = _gradients(a=(1e-6, 1, 1)), _gradients(a=(_NAN, 0, 0))
+    (found,) = gradient_differences(own, others, 0.1)
+    assert "norm 1e-06, at a relative distance of 1e+06" == found[2]
+
+
 def test_the_largest_gradient_is_that_of_the_earlier_step() -> None:
     """A later one that has grown hides no difference, and neither does one that shrank."""
     own = _gradients(large=(1, 1), small=(0, 0.5))
