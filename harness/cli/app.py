@@ -41,6 +41,10 @@ INTERRUPTED = 130
 """The code with which a shell reports a program that SIGINT ended."""
 _BAD_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 """Errors of a path that no command could use, whatever it wants there."""
+_BROKEN_MACHINE = frozenset(
+    (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
+)
+"""Errors of a disk, a network file system or a limit, which any read or write may raise."""
 _LONGEST_PATH = 80
 _COMPLETION = "_ROLLPROOF_COMPLETE"
 """The variable with which a shell's completion calls the command line."""
@@ -178,6 +182,14 @@ def run(arguments: Sequence[str]) -> int:
         # even asking whether such a path exists fails, in each command and in pathlib
         if error.errno in _BAD_PATH and error.filename is not None:
             text = f"error: {_shown(error.filename)}: {error.strerror}. Name another path."
+            return _fail(text, ExitCode.USAGE, debug=debug)
+        if error.errno in _BROKEN_MACHINE:
+            place = "" if error.filename is None else f"{_shown(error.filename)}: "
+            text = (
+                f"error: {place}{error.strerror}. This comes from the machine: its disk, its"
+                " network file system or a limit of open files. Repair that, and run the command"
+                " again."
+            )
             return _fail(text, ExitCode.USAGE, debug=debug)
         return _internal(error, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last resort

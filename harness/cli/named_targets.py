@@ -181,7 +181,7 @@ def named_factory(spec: str, option: str) -> Any:
     # As `python -m` does: the console script has its own folder there instead.
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
-    file = Path(module_name).resolve() if module_name.endswith(".py") else None
+    file = _real_path(module_name) if module_name.endswith(".py") else None
     if file is not None:
         module_name = _module_of_file(module_name, option)
     module = _module(module_name, option)
@@ -287,7 +287,7 @@ def _target_of(
 
 def _module_of_file(name: str, option: str) -> str:
     """Return the module of a file, whose folder is searched from now on, as pytest does it."""
-    file = Path(name).resolve()
+    file = _real_path(name)
     if not file.is_file():
         raise UsageError(f"There is no file {name}: {option} takes module:factory or FILE:factory.")
     folder, module = module_of(file)
@@ -299,10 +299,15 @@ def _module_of_file(name: str, option: str) -> str:
     return module
 
 
+def _real_path(name: str) -> Path:
+    # of a link that leads to itself, Path.resolve makes a RuntimeError
+    return Path(os.path.realpath(name))
+
+
 def _check_file(module: Any, file: Path) -> None:
     """Raise ``UsageError`` for a module of the file's name that comes from elsewhere."""
     loaded = getattr(module, "__file__", None)
-    if loaded is None or Path(loaded).resolve() != file:
+    if loaded is None or _real_path(loaded) != file:
         # in its place it would break whoever imports the other one: a queue.py, all of asyncio
         raise UsageError(
             f"{file.name} cannot be imported: Python has a module {module.__name__!r} already"

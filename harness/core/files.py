@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 import tomllib
 from pathlib import Path
@@ -170,11 +171,20 @@ def target_of(path: Path) -> Path:
     """Follow a link to a file, also to a missing one; links to pipes lead to no name. Raises
     ``OSError``.
     """
+    if is_special(path):
+        return path
     try:
-        return path if is_special(path) else path.resolve()
+        target = path.resolve()
     except RuntimeError as error:
         # raised by Python 3.11 and 3.12 for a link that leads to itself
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
+    try:
+        # later ones return such a link, which a file would then replace
+        if stat.S_ISLNK(target.lstat().st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    except FileNotFoundError:
+        pass
+    return target
 
 
 def is_special(target: Path) -> bool:
@@ -188,6 +198,9 @@ def _try(folder: Path) -> None:
     """
     existing = folder
     while not existing.exists() and existing != existing.parent:
+        if existing.is_symlink():
+            # raises: nothing can be made in the place of a link that leads nowhere, or to itself
+            existing.stat()
         existing = existing.parent
     if not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

@@ -37,4 +37,7 @@ def source_location(thing: object) -> SourceLocation | None:
         line = inspect.getsourcelines(found)[1]
     except (OSError, TypeError, ValueError):
         return None
-    return None if file is None else SourceLocation(file=Path(file).resolve(), line=max(line, 1))
+    # From Python 3.13 on, code made from a text has the lines of whatever was run as <string>.
+    if file is None or not Path(file).is_file():
+        return None
+    return SourceLocation(file=Path(file).resolve(), line=max(line, 1))

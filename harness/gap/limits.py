@@ -217,7 +217,8 @@ def limits_named(
         except (OSError, ValueError) as error:
             if isinstance(error, GapError):
                 raise
-            raise GapError(f"The limits in {override} cannot be read: {error}.") from error
+            reason = getattr(error, "strerror", None) or error
+            raise GapError(f"The limits in {override} cannot be read: {reason}.") from error
     profiles = {**shipped, **own}
     # a file with one profile needs no --limits
     name = name or (next(iter(own)) if len(own) == 1 else DEFAULT)

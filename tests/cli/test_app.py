@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import sys
 from pathlib import Path
@@ -11,8 +12,12 @@ import pytest
 
 from rollproof.cli import app as app_module
 from rollproof.cli.app import run
+from rollproof.fakes.known_bugs._planting import CLEAN
 from rollproof.judging.report import ExitCode
+from rollproof.store import dump_trace
+from rollproof.verification.runner import run_case
 from tests.support.command_line import output_of
+from tests.support.faulty_subjects import Correct
 
 pytestmark = pytest.mark.usefixtures("command_folder")
 
@@ -217,3 +222,48 @@ def test_a_name_that_no_file_can_have_is_refused(
 
     # a path of this length is shortened in its middle, so little of the name may be left
     assert text.startswith("rollproof: error: ") and "a" * 5 in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "FIXED", "--slices", "LINK"],
+        ["verify", "--witness-dir", "LINK"],
+        ["verify", "--witness-dir", "LINK/deep"],
+        ["verify", "--subject", "LINK.py:x"],
+        ["merge", "FIXED", "--to", "LINK"],
+        ["merge", "FIXED", "--to", "LINK/x.arrow"],
+    ],
+)
+@pytest.mark.parametrize("target", ["loop", "nothing"])
+def test_a_link_that_leads_nowhere_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], target: str
+) -> None:
+    """Whatever would be read there or written, and the link stays."""
+    links = {tmp_path / "loop", tmp_path / "loop.py"}
+    for link in links:
+        link.symlink_to(link if target == "loop" else tmp_path / "nothing" / "deep")
+    dump_trace(run_case(Correct, CLEAN), tmp_path / "t.arrow")
+    names = {"FIXED": tmp_path / "t.arrow", "LINK": tmp_path / "loop"}
+    for name, path in names.items():
+        arguments = [argument.replace(name, str(path)) for argument in arguments]
+    text = output_of(capsys, *arguments, code=ExitCode.USAGE)
+
+    assert text.startswith("rollproof: error: ")
+    assert links == {path for path in tmp_path.iterdir() if path.is_symlink()}
+
+
+def test_a_broken_disk_is_not_a_fault_of_rollproof(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that any read or write may raise names the machine, and the path if there is one."""
+
+    def broken(**_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error", "trace.arrow")
+
+    monkeypatch.setattr(app_module, "_parser", lambda: broken)
+    text = output_of(capsys, "verify", code=ExitCode.USAGE)
+
+    assert text.startswith(
+        "rollproof: error: trace.arrow: Input/output error. This comes from the machine: its disk,"
+    )

@@ -92,6 +92,7 @@ def test_places_are_tried_without_a_trace(tmp_path: Path) -> None:
         (tmp_path, "it is a folder. Name a file in it"),
         (tmp_path / "file" / "report.json", "Not a directory"),
         (tmp_path / "loop", "Too many levels of symbolic links"),
+        (tmp_path / "loop" / "report.json", "Too many levels of symbolic links"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):
         with pytest.raises(UsageError, match=f"Cannot write .*: .*{why}"):
