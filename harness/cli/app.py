@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -179,19 +180,12 @@ def run(arguments: Sequence[str]) -> int:
     except _ClickError as error:
         return _fail(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
     except OSError as error:
-        # even asking whether such a path exists fails, in each command and in pathlib
-        if error.errno in _BAD_PATH and error.filename is not None:
-            text = f"error: {_shown(error.filename)}: {error.strerror}. Name another path."
-            return _fail(text, ExitCode.USAGE, debug=debug)
-        if error.errno in _BROKEN_MACHINE:
-            place = "" if error.filename is None else f"{_shown(error.filename)}: "
-            text = (
-                f"error: {place}{error.strerror}. This comes from the machine: its disk, its"
-                " network file system or a limit of open files. Repair that, and run the command"
-                " again."
-            )
-            return _fail(text, ExitCode.USAGE, debug=debug)
-        return _internal(error, debug=debug)
+        text = _trouble_of_the_machine(error)
+        return (
+            _internal(error, debug=debug)
+            if text is None
+            else _fail(f"error: {text}", ExitCode.USAGE, debug=debug)
+        )
     except Exception as error:  # noqa: BLE001 - the last resort
         return _internal(error, debug=debug)
     # Newer versions of typer return this code, older ones raise KeyboardInterrupt.
@@ -209,6 +203,25 @@ def _internal(error: Exception, *, debug: bool) -> int:
         ExitCode.INTERNAL,
         debug=debug,
     )
+
+
+def _trouble_of_the_machine(error: OSError) -> str | None:
+    """Return what is wrong with a path or with the machine; ``None`` if that is not it."""
+    name = None if error.filename is None else _shown(error.filename)
+    # even asking whether such a path exists fails, in each command and in pathlib
+    if error.errno in _BAD_PATH and name is not None:
+        return f"{name}: {error.strerror}. Name another path."
+    if error.errno in _BROKEN_MACHINE:
+        return (
+            f"{'' if name is None else f'{name}: '}{error.strerror}. This comes from the machine:"
+            " its disk, its network file system or a limit of open files. Repair that, and run"
+            " the command again."
+        )
+    try:
+        Path.cwd()
+    except OSError:
+        return "The current folder was deleted. Change to one that exists."
+    return None
 
 
 def _shown(path: object) -> str:

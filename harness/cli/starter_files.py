@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from rollproof.core.error_text import describe_error
+from rollproof.core.files import check_folder, text_bytes
 from rollproof.errors import UsageError
 
 __all__ = ["shell_path", "write_new_file"]
@@ -22,10 +22,17 @@ def write_new_file(file: Path, text: str, *, instead: str) -> None:
     ``instead`` is what the error advises for a file that exists. Raises ``UsageError``.
     """
     try:
+        check_folder(file.parent)
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        stream = file.open("xb")
+        try:
+            with stream:
+                stream.write(text_bytes(text))
+        except OSError:
+            # a part of it would be in the way of the next try
+            file.unlink()
+            raise
     except FileExistsError:
         raise UsageError(f"{file} exists, and nothing was changed: {instead}.") from None
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {describe_error(error)}.") from None
+        raise UsageError(f"{file} cannot be written: {error.strerror or error}.") from None

@@ -267,3 +267,16 @@ def test_a_broken_disk_is_not_a_fault_of_rollproof(
     assert text.startswith(
         "rollproof: error: trace.arrow: Input/output error. This comes from the machine: its disk,"
     )
+
+
+def test_a_current_folder_that_was_deleted_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is after a clean build in another terminal."""
+    dump_trace(run_case(Correct, CLEAN), tmp_path / "t.arrow")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    text = output_of(capsys, "check", str(tmp_path / "t.arrow"), code=ExitCode.USAGE)
+
+    assert "rollproof: error: The current folder was deleted. Change to one that exists.\n" == text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_a_fault_in_the_users_code_turns_a_written_file_red(
     assert {"failed": 1} == {
         name: count for name, count in result.parseoutcomes().items() if name == "failed"
     }
+
+
+def test_a_file_that_does_not_fit_on_the_disk_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or the next try would find a file that it must not change."""
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        code = run(["init"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert ExitCode.USAGE == code
+    assert "test_rollouts.py cannot be written: File too large." in capsys.readouterr().err
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_init_writes_where_tests_are_and_never_over_a_file(
