@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import prime_rl
+import torch
 from common import commit_of, run, stub_packages
 
 stub_packages(
@@ -27,10 +28,12 @@ stub_packages(
 )
 
 import verifiers.v1 as vf
+from prime_rl.configs.trainer import DefaultLossConfig, IPOLossConfig
 from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.orchestrator.trajectories import _encode_routed_experts
 from prime_rl.orchestrator.types import Policy, Progress, TaskRequest
 from prime_rl.orchestrator.watcher import WeightWatcher
+from prime_rl.trainer.rl.loss import LossInputs, setup_rl_loss_fn
 from prime_rl.utils.logger import setup_logger
 
 setup_logger("critical")
@@ -149,5 +152,25 @@ async def span() -> None:
     await asyncio.wait([running])
 
 
+def overflow() -> None:
+    """The ratio of a token overflows; the trust region leaves it out, by a product with 0."""
+    for config in (DefaultLossConfig(), IPOLossConfig()):
+        current = torch.full((2,), -0.1, requires_grad=True)
+        inputs = LossInputs(
+            trainer_logprobs=current,
+            inference_logprobs=torch.tensor([-0.1, -90.0]),
+            ref_logprobs=None,
+            advantages=torch.ones(2),
+            loss_mask=torch.tensor([True, True]),
+        )
+        output = setup_rl_loss_fn(config)(inputs)
+        output.loss.backward()
+        print(
+            VERSION,
+            f"{config.type}: left out {output.metrics['is_masked'].item():.0%},",
+            f"loss {output.loss.item()}, gradient {current.grad.tolist()}",
+        )
+
+
 if __name__ == "__main__":
-    run(failed_run, rows, span)
+    run(failed_run, rows, span, overflow)

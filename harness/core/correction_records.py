@@ -24,7 +24,7 @@ class CorrectionBatch:
         advantages: ``(sequences, tokens)``, the same for all tokens of a sequence.
         groups: The group of each sequence (the samples of one prompt), ``(sequences,)``, integers.
         versions: The version of the weights that sampled each token, ``(sequences, tokens)``,
-            integers; -1 at padding.
+            integers; -1 at padding and at tokens of the environment.
         current_version: The version of the current weights.
     """
 

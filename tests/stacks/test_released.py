@@ -54,6 +54,7 @@ BATCHES = {
 }
 CORRECTIONS = {
     "openrlhf": ("tis", "icepop", "sequence-mask", "sequence-binary-kl", "token-tv"),
+    "prime-rl": ("dppo", "ipo"),
     "areal": (
         "token-mask",
         "token-clamp",

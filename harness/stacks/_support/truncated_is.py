@@ -12,6 +12,7 @@ from rollproof.core.correction_records import Correction, CorrectionBatch
 from rollproof.core.correction_terms import Rejection
 from rollproof.core.subjects import SubjectFactory
 from rollproof.corrections.correction_subject import correction_contract
+from rollproof.stacks._support.packed_rows import response_length
 
 __all__ = ["truncated_is"]
 
@@ -32,7 +33,7 @@ class LossFunctionCorrection:
         """Return the weights, and the numbers as the trainer averages them."""
         import torch
 
-        lengths = [_length(row) for row in batch.mask]
+        lengths = [response_length(row) for row in batch.mask]
         old = [row[:length] for row, length in zip(batch.old.detach(), lengths, strict=True)]
         rollout = [
             row[:length] for row, length in zip(batch.rollout.detach(), lengths, strict=True)
@@ -55,13 +56,6 @@ class LossFunctionCorrection:
             weights=whole,
             metrics={name: value[chosen].mean() for name, value in metrics.items()},
         )
-
-
-def _length(mask: Any) -> int:
-    """Return the length of a response: up to its last trained token."""
-    # not the number of trained tokens: those of the environment lie between them
-    trained = mask.nonzero()
-    return int(trained[-1]) + 1 if len(trained) else 0
 
 
 def truncated_is(module: Any) -> dict[str, SubjectFactory]:

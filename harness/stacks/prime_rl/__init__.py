@@ -1,5 +1,5 @@
 """prime-rl, from a checkout, unmodified: its dispatcher and weight updates over verifiers'
-rollouts, and its conversion of samples into micro-batches.
+rollouts, its conversion of samples into micro-batches, and its losses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ def load(found: Found) -> Stack:
     """Import prime-rl and return its parts. Raises ``StackError`` if it cannot be imported."""
     from rollproof.stacks._support.part import Part, by_name
     from rollproof.stacks.prime_rl.batch import MicroBatches
+    from rollproof.stacks.prime_rl.corrections import corrections
     from rollproof.stacks.prime_rl.orchestrator import OrchestratorSubject
     from rollproof.stacks.prime_rl.upstream import import_prime_rl
 
@@ -30,4 +31,5 @@ def load(found: Found) -> Stack:
         version=found.version,
         parts=by_name(part),
         batches={"micro-batches": lambda: MicroBatches(prime)},
+        corrections=corrections(prime),
     )

@@ -44,6 +44,8 @@ class PrimeRl:
     transport: Any
     batch: Any
     data: Any
+    loss: Any
+    config: Any
 
 
 def import_prime_rl(version: str) -> PrimeRl:
@@ -66,6 +68,8 @@ def import_prime_rl(version: str) -> PrimeRl:
                 "transport": "prime_rl.transports.rollouts.types",
                 "batch": "prime_rl.trainer.batch",
                 "data": "prime_rl.trainer.rl.data",
+                "loss": "prime_rl.trainer.rl.loss",
+                "config": "prime_rl.configs.trainer",
                 "watcher": "prime_rl.orchestrator.watcher",
                 "setup_logger": "prime_rl.utils.logger:setup_logger",
             },
