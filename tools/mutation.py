@@ -14,6 +14,7 @@ trace can show it) or it shows what no test asserts.
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import os
 import random
@@ -38,7 +39,7 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkI
 
 from tools import mutation_tests
 
-__all__ = ["Explained", "chosen", "explanations", "main"]
+__all__ = ["Explained", "chosen", "explanations", "main", "statement_at"]
 
 ROOT = Path(__file__).parent.parent
 SURVIVORS = Path(__file__).parent / "mutation_survivors.toml"
@@ -92,6 +93,18 @@ def line_of(mutation: MutationSpec, root: Path) -> str:
     """Return the line in which a mutant begins, without indentation."""
     lines = (root / mutation.module_path).read_text(encoding="utf-8").splitlines()
     return lines[mutation.start_pos[0] - 1].strip()
+
+
+def statement_at(source: str, line: int) -> int:
+    """Return the first line of the statement that a line of ``source`` is in."""
+    return max(
+        (
+            node.lineno
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or line)
+        ),
+        default=line,
+    )
 
 
 def make_checkout(folder: Path) -> None:
@@ -155,9 +168,9 @@ def _tested(item: WorkItem) -> tuple[str, WorkResult]:
     with use_mutation(mutation.module_path, operator, mutation.occurrence) as (before, after):
         if after is None:
             return item.job_id, WorkResult(worker_outcome=WorkerOutcome.NO_TEST)
-        tests = _reached.tests_of(
-            str(mutation.module_path), mutation.start_pos[0], mutation.end_pos[0]
-        )
+        # a condition over several lines may be decided before the line of its mutated operator
+        first = statement_at(before, mutation.start_pos[0])
+        tests = _reached.tests_of(str(mutation.module_path), first, mutation.end_pos[0])
         detected = mutation_tests.detects(tests, _reached)
     diff = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
     return item.job_id, WorkResult(

@@ -102,6 +102,13 @@ def test_every_explained_survivor_names_a_line_that_exists() -> None:
         assert entry.why.endswith("."), entry
 
 
+def test_a_condition_over_several_lines_is_one_statement() -> None:
+    """Also within another one, and a line of its body is not."""
+    source = "def f(a, b):\n    if (\n        a\n        or b\n    ):\n        return (\n 1)\n"
+    lines = [mutation.statement_at(source, line) for line in range(1, 9)]
+    assert [1, 2, 2, 2, 2, 6, 6, 8] == lines
+
+
 def test_the_tests_of_a_line_are_those_that_reach_it(tmp_path: Path) -> None:
     """Quick tests first; an expression over several lines is noted at its first; a line that runs
     at import is tested by whatever uses the module; a test that fails anyway says nothing.
