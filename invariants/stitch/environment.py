@@ -231,8 +231,6 @@ def _other_side(
     limits: RolloutLimits, words: tuple[int, ...], actual: tuple[int, ...]
 ) -> AnswerCut | None:
     """Return which other part than the declared one was kept of an answer that was cut."""
-    if limits.answer is None or len(words) <= limits.answer:
-        return None
     return next(
         (
             side

@@ -125,7 +125,7 @@ def stitch_tokens(view: RequestView, out: Collector) -> None:
             f"{count(len(response), 'token')} that no engine sampled",
             kind="tokens that no engine sampled",
             expected="the tokens that engines sampled and delivered for this request",
-            observed=f"{window(response, 0)}; no engine delivered a token for this request",
+            observed=f"{window(response)}; no engine delivered a token for this request",
             where=view.place(),
             hint="stitch.sampled-by-engine says where such samples come from.",
         )
@@ -186,7 +186,7 @@ def stitch_sampled_by_engine(view: RequestView, out: Collector) -> None:
             " its calls were made inside fleet.internal()",
             kind="a sample of internal calls",
             expected="tokens that replies to calls of this request brought",
-            observed=f"{window(response, 0)}; {calls} inside fleet.internal() brought these tokens",
+            observed=f"{window(response)}; {calls} inside fleet.internal() brought these tokens",
             where=view.place(),
             hint=(
                 "A call inside fleet.internal() belongs to no request. Enter it with `with` around"
@@ -202,7 +202,7 @@ def stitch_sampled_by_engine(view: RequestView, out: Collector) -> None:
         kind="the sample of another request" if source else "a sample that no engine sampled",
         expected="tokens that replies to calls of this request brought",
         observed=(
-            f"{window(response, 0)}; "
+            f"{window(response)}; "
             + (
                 f"request {source} received these tokens, and they were used twice"
                 if source

@@ -691,14 +691,30 @@ class TestSampledByEngine:
         assert "a sample that no engine sampled" == finding.kind
         assert "internal" not in f"{finding.title} {finding.observed} {finding.hint}"
 
+    @pytest.mark.parametrize(
+        ("tokens", "mask", "internal"),
+        [
+            ((11, 12, 13, 14), (1, 1, 1, 0), True),
+            ((11, 12, 13, 14), (0, 0, 0, 1), False),
+            ((11, 12, 13, 14), (1, 1, 1), False),
+            ((11, 12, 13), (1, 1), True),
+        ],
+    )
+    def test_internal_calls_brought_what_is_trained_on(
+        self, tokens: tuple[int, ...], mask: tuple[int, ...], internal: bool
+    ) -> None:
+        """A token behind the end of a mask may be trained on."""
+        finding = finds(self.ID, self._hidden(tokens, loss_mask=np.array(mask)))
+        assert internal == (finding.kind == "a sample of internal calls")
+
     @staticmethod
-    def _hidden(tokens: tuple[int, ...]) -> TraceScript:
+    def _hidden(tokens: tuple[int, ...], **sample: Any) -> TraceScript:
         """A request with two internal calls, that brought 11, 12 and 13, with another sample."""
         internal = {"request_id": "", "internal": True}
         return script_rollout(
             ScriptedCall(tokens=(11, 12), call=internal),
             ScriptedCall(tokens=(13,), reason="length", call=internal),
-            sample={"response": tokens, "logprobs": (-1.0,) * len(tokens)},
+            sample={"response": tokens, "logprobs": (-1.0,) * len(tokens), **sample},
         )
 
     def test_a_recording_is_not_judged(self) -> None:

@@ -99,6 +99,17 @@ def test_other_ends_of_later_turns_pass(parts: tuple[ScriptedCall, ...]) -> None
     passes(ID, story(*parts), turns_after_an_answer_of_the_environment=1)
 
 
+@pytest.mark.parametrize(("last", "found"), [(33, False), (32, True)])
+@pytest.mark.parametrize("name", ["end_tokens", "stop_token_ids"])
+def test_a_turn_that_ended_by_itself_at_its_grant_passes(name: str, last: int, found: bool) -> None:
+    """Its last token ends it, so ``length`` is one of two right reasons; another one does not."""
+    cut = second(3, 3, call={"max_tokens": 3, name: (last,)})
+    if found:
+        finds(ID, story(FIRST, cut))
+    else:
+        passes(ID, story(FIRST, cut), turns_after_an_answer_of_the_environment=1)
+
+
 def test_a_declared_limit_of_turns_holds_for_every_turn() -> None:
     """The declared limit cuts a turn; half of it does not, although the first call was granted no
     more than one turn.

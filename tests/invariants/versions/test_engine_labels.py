@@ -156,6 +156,54 @@ class TestEngineTags:
             "not exercised",
         )
 
+    @pytest.mark.parametrize(
+        ("shown", "own", "excused"),
+        [(1, True, True), (7, True, False), (9, True, False), (0, False, False), (7, False, False)],
+    )
+    def test_only_labels_of_the_calls_own_server_until_its_reply_are_read(
+        self, shown: int, own: bool, excused: bool
+    ) -> None:
+        """Another server got 7, and this one 9 behind the reply; or this one got none at all."""
+        engine = contract(versions="sample", rows="none", tag_read="emission")
+        story = TraceScript(versions="none", header={"engine": engine})
+        story.weights(3, "s1").weights(0, "s1")
+        if own:
+            story.weights(3).weights(0)
+        story.submit(max_tokens=4)
+        call = story.call((1, 2))
+        if own:
+            story.weights(1)
+        story.weights(7, "s1")
+        spans = (Span(start=0, end=4, version=3),)
+        story.reply(call, (11, 12, 13, 14), version=shown, true_tokens=spans)
+        if own:
+            story.weights(9)
+        story.result((11, 12, 13, 14))
+        assert (0 if excused else 1) == check(self.ID, story).found
+
+    @pytest.mark.parametrize(
+        ("wrong", "first", "tokens"), [((5, 1, 6), 0, 3), ((0, 5, 6), 1, 2), ((0, 1, 6), 2, 1)]
+    )
+    def test_the_first_of_several_wrong_spans_is_named(
+        self, wrong: tuple[int, int, int], first: int, tokens: int
+    ) -> None:
+        """And the tokens of all are counted."""
+        spans = tuple(Span(start=i, end=i + 1, version=label) for i, label in enumerate(wrong))
+        story = TraceScript(versions="none").weights(0).submit(max_tokens=3)
+        call = story.call((1, 2))
+        story.weights(1).weights(2)
+        true = tuple(Span(start=i, end=i + 1, version=i) for i in range(3))
+        story.reply(call, (11, 12, 13), version=2, true_tokens=true, output={"spans": spans})
+        finding = finds(self.ID, story.result((11, 12, 13)))
+        if wrong == (5, 1, 6):
+            tokens = 2
+        plural = "s" * (tokens > 1)
+        assert (
+            f"The engine shows version {wrong[first]} for {tokens} token{plural} that it did not"
+            " sample"
+        ) == finding.title
+        assert (first, wrong[first]) == (finding.where["index"], finding.where["version"])
+
 
 def unlabelled(
     kind: str, shown: Any, sample: dict[str, Any] | None = None, mixed: bool = False
@@ -284,6 +332,32 @@ class TestUnknownStaysUnknown:
             finding.where["version"],
         )
         assert {self.ID} == blamed(story)
+
+    @pytest.mark.parametrize("guesses", [(2, 0), (0, 2), (1, 0), (0, 3)])
+    def test_the_first_of_two_guesses_is_named(self, guesses: tuple[int, int]) -> None:
+        """All of them are counted and listed."""
+        parts = (
+            ScriptedCall(tokens=(11,)),
+            ScriptedCall(tokens=(21,), version=1, shown=None),
+            ScriptedCall(tokens=(31,), version=2),
+            ScriptedCall(tokens=(41, 42), version=3, shown=None, reason="stop"),
+        )
+        tags = (0, guesses[0], 2, guesses[1], guesses[1])
+        story = script_rollout(*parts, versions="token", sample={"token_versions": tags})
+        wrong = [
+            (index, tag, size)
+            for index, tag, size, true in ((1, guesses[0], 1, 1), (3, guesses[1], 2, 3))
+            if tag != true
+        ]
+        finding = finds(self.ID, story)
+        tokens = sum(size for _, _, size in wrong)
+        it = "it" if tokens == 1 else "them"
+        assert (
+            f"{tokens} of 5 tokens {'is' if tokens == 1 else 'are'} tagged version {wrong[0][1]},"
+            f" although the engine showed no version for {it}"
+        ) == finding.title
+        assert wrong[0][:2] == (finding.where["index"], finding.where["version"])
+        assert "version " + " and ".join(str(tag) for _, tag, _ in wrong) == finding.observed
 
     def test_a_token_between_two_spans_has_no_tag(self) -> None:
         """The spans before and after it end and begin there, and say nothing of it."""
