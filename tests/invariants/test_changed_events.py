@@ -72,8 +72,8 @@ _CHANGES = {
     "correction": 90,
 }
 """About how many changes of one trace are judged."""
-_CONTRACTS = {"layout": 0, "routes": 12, "rollouts": 12, "scripted": 12}
-"""The same of the contract, if not 20."""
+_EVERY_CONTRACT = {"layout": 0, "engine": 4, "replay": 4, "batch": 2}
+"""One of so many changes of the contract is judged, if not of 7; 0: none."""
 _OF_ROLLOUTS = ["stitch", "versions", "weights", "lifecycle"]
 _FAMILIES = {"rollouts": _OF_ROLLOUTS, "scripted": _OF_ROLLOUTS}
 """The families of checks that judge the traces of a name, if they are not those of that name."""
@@ -290,7 +290,7 @@ def outcomes_of(family: str, name: str) -> dict[str, list[str]]:
     """The outcomes of the changes of one trace."""
     registry = default_registry().select(_FAMILIES.get(family, [family]))
     trace = TRACES[family][name]()
-    return outcomes(trace, registry, _CHANGES[family], _CONTRACTS.get(family, 20))
+    return outcomes(trace, registry, _CHANGES[family], _EVERY_CONTRACT.get(family, 7))
 
 
 def recorded(family: str) -> dict[str, dict[str, list[str]]]:

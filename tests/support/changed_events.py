@@ -69,12 +69,13 @@ def contracts_of(trace: Trace) -> Iterator[tuple[str, Trace]]:
 
 
 def outcomes(
-    trace: Trace, registry: Registry, most: int, contracts: int = 0
+    trace: Trace, registry: Registry, most: int, every_contract: int = 0
 ) -> dict[str, list[str]]:
     """By change, what the verdicts on it are where they differ from those on ``trace``.
 
     ``WORDS`` has the words of the first finding of each kind. At most about ``most`` changes of
-    events and ``contracts`` changes of the contract are judged, evenly chosen.
+    events are judged, evenly chosen, and one of ``every_contract`` changes of the contract (none if
+    it is 0).
     """
     clean = _verdicts(trace, registry)
     out = {"": [f"{name} {text}" for name, text in clean.items() if text != _OPEN]}
@@ -85,18 +86,22 @@ def outcomes(
         (words, trace.with_events([*events[:i], *instead, *events[i + 1 :]]))
         for words, i, instead in changes[::every]
     ]
-    promises = list(contracts_of(trace)) if contracts else []
-    # begins elsewhere for each trace, so that several traces have all promises changed
-    step = _prime_from(len(promises) // max(contracts, 1))
-    changed_traces += promises[len(events) % step :: step]
+    if every_contract:
+        # by name, so that a new promise alters no choice; begins elsewhere for each trace, so that
+        # several traces have all promises changed
+        changed_traces += [
+            (words, changed)
+            for words, changed in contracts_of(trace)
+            if (crc32(words.encode()) + len(events)) % every_contract == 0
+        ]
     texts: dict[tuple[str, str], str] = {}
     for words, changed_trace in changed_traces:
         results = judge(changed_trace, registry)
-        changed = {result.id: _outcome(result) for result in results.results}
+        texts_of = {result.id: _outcome(result) for result in results.results}
         # No process could have written such a record: a check may give up on it.
-        if CRASHED in changed.values():
+        if CRASHED in texts_of.values():
             continue
-        out[words] = [f"{name} {text}" for name, text in changed.items() if text != clean[name]]
+        out[words] = [f"{name} {text}" for name, text in texts_of.items() if text != clean[name]]
         for result in results.results:
             for finding in result.findings:
                 texts.setdefault((result.id, finding.kind), _words(finding))
