@@ -247,8 +247,7 @@ def batch_filler(batch: Conversion, out: Collector) -> None:
             )
             continue
         uncaptured = np.ones(len(placed.row.routes), dtype=bool)
-        inside = placed.places[: placed.captured]
-        uncaptured[inside[inside < len(uncaptured)]] = False
+        uncaptured[placed.places[: placed.captured]] = False
         if not uncaptured.any():
             out.exercised("batches without such places")
             continue
@@ -451,8 +450,8 @@ def _outcome(placed: Placed) -> str:
         if placed.row.routes is None:
             return ""
         behind = int(placed.places[-1]) + 1 if len(placed.places) else 0
-        spilled = placed.row.routes[behind : behind + 1]
-        if len(spilled) and np.array_equal(spilled[0], sample.routes[total]):
+        routes = placed.row.routes
+        if behind < len(routes) and np.array_equal(routes[behind], sample.routes[total]):
             return f"of {len(sample.routes)} rows those beyond the tokens stand behind the sample"
         return f"{len(sample.routes)} rows were cut to the tokens"
     if sample.routes is not None and len(sample.routes) < total - 1:

@@ -85,11 +85,10 @@ class Placed:
 
     @property
     def captured(self) -> int:
-        """The number of leading tokens with a captured row: all rows of the sample except the
-        filler of the last token.
+        """The number of leading tokens with a captured row: all rows of a sample with routes except
+        the filler of the last token.
         """
-        if self.sample.routes is None:
-            return 0
+        assert self.sample.routes is not None
         # With T rows the last one is filler: its token was never forwarded.
         final = self.contract.rows is Rows.ALL and len(self.sample.routes) >= len(self.tokens)
         return min(len(self.sample.routes), len(self.tokens)) - final

@@ -48,12 +48,12 @@ def _row(sample: Rollout, mark: bool = False, **changes: Any) -> BatchRow:
 def _judged(
     check_id: str,
     samples: Sequence[Rollout],
-    rows: Sequence[BatchRow],
+    converted: Sequence[BatchRow],
     event: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> CheckResult:
     header = Header(subject="scripted", contract=padded_contract(**changes), about="batches")
-    batch = Batch(name="b", samples=tuple(samples), rows=tuple(rows), **(event or {}))
+    batch = Batch(name="b", samples=tuple(samples), rows=tuple(converted), **(event or {}))
     return check(f"batch.{check_id}", Trace(header=header, events=()).with_events([batch]))
 
 
@@ -371,6 +371,75 @@ def test_a_missing_logprob_is_no_number() -> None:
     assert 1 == _judged("logprobs", [sample], [bare]).found
 
 
+def test_the_first_token_with_a_moved_logprob_is_named() -> None:
+    """Two tokens have the value."""
+    sample = _sample(0, logprobs=np.array([-1.0, -1.5, -1.0, -2.0]))
+    (finding,) = _logprobs({11: -1.0}, sample).findings
+    assert finding.observed.startswith("-1.000000, which is that of token 3; so at 1")
+
+
+@pytest.mark.parametrize(
+    ("check_id", "silent", "wrong"),
+    [
+        ("padding", {"loss_mask": None}, {"loss_mask": np.ones(18, dtype=np.int64)}),
+        ("loss-mask", {"loss_mask": None}, {"loss_mask": np.zeros(18, dtype=np.int64)}),
+        ("loss-mask", {"loss_mask": np.ones(17)}, {"loss_mask": np.zeros(18, dtype=np.int64)}),
+        ("logprobs", {"logprobs": None}, {"logprobs": np.full(18, -9.0)}),
+        ("logprobs", {"logprobs": np.zeros(17)}, {"logprobs": np.full(18, -9.0)}),
+        ("routes", {"routes": None}, {"routes": np.zeros((18, 3, 2), dtype=np.int32)}),
+        ("routes", {"routes": np.zeros((18, 2, 2))}, {"routes": np.zeros((18, 3, 2))}),
+        ("tokens", {"token_ids": np.zeros(18)}, {"token_ids": np.full(18, 7)}),
+    ],
+)
+def test_a_row_behind_one_that_lacks_a_field_is_judged(
+    check_id: str, silent: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    """Each sample for itself."""
+    rows = [_row(_sample(0), **silent), _row(_sample(1), **wrong)]
+    findings = _judged(check_id, _BOTH, rows).findings
+    assert "r1" == findings[-1].where["request"]
+
+
+@pytest.mark.parametrize("check_id", ["logprobs", "routes"])
+def test_a_row_behind_a_sample_that_has_nothing_to_lose_is_judged(check_id: str) -> None:
+    """Without logprobs or routes of its own."""
+    samples = [_sample(0, logprobs=None, routes=None), _sample(1)]
+    lost = _row(samples[1], logprobs=None, routes=np.zeros((18, 3, 2), dtype=np.int32))
+    findings = _judged(check_id, samples, [_row(samples[0]), lost]).findings
+    assert ["r1"] == [finding.where["request"] for finding in findings]
+    empty = _sample(
+        0, response_ids=(), logprobs=np.zeros(0), loss_mask=np.zeros(0, int), routes=None
+    )
+    findings = _judged("logprobs", [empty, samples[1]], [_row(empty), lost]).findings
+    assert ["r1"] == [finding.where["request"] for finding in findings]
+
+
+def test_a_single_token_that_attention_leaves_out_is_shown() -> None:
+    """And of tokens that the row holds twice the first place."""
+    single = _sample(
+        0, prompt_ids=(11,), response_ids=(), logprobs=None, loss_mask=None, routes=None
+    )
+    row = _row(single)
+    (finding,) = _judged(
+        "tokens", [single], [replace(row, attention=np.zeros_like(row.attention))]
+    ).findings
+    assert ("attention leaves out tokens of the sample", 7) == (
+        finding.title,
+        finding.where["position"],
+    )
+    right = _row(_sample(1))
+    twice = replace(
+        right,
+        token_ids=_changed(right.token_ids, {12: 20, 13: 21, 14: 22}),
+        attention=_changed(right.attention, {8: 0}),
+    )
+    (finding,) = _judged("tokens", [_sample(1)], [twice]).findings
+    assert ("attention leaves out tokens of the sample", 8) == (
+        finding.title,
+        finding.where["position"],
+    )
+
+
 def _with_routes(row: BatchRow, cells: Mapping[int, Any]) -> BatchRow:
     return replace(row, routes=_changed(row.routes, cells))
 
@@ -490,6 +559,45 @@ def test_places_without_a_capture_hold_filler(
         observed,
         {"batch": "b", "request": "r0", "position": place},
     ) == _texts(result)
+
+
+def test_a_batch_without_padding_has_no_place_for_filler() -> None:
+    """A row behind it is judged."""
+    right = _row(_sample(0))
+    fields = ("token_ids", "attention", "loss_mask", "logprobs")
+    tight = replace(
+        right,
+        **{name: getattr(right, name)[5:12] for name in fields},
+        routes=right.routes[5:11],
+    )
+    wrong = _with_routes(_row(_sample(1)), {0: [[1, 2]] * 3})
+    result = _judged("filler", _BOTH, [tight, wrong])
+    assert 1 == result.exercised["batches without such places"]
+    assert ["r1"] == [finding.where["request"] for finding in result.findings]
+
+
+@pytest.mark.parametrize(("final", "found"), [("arange", False), ("zeros", True)])
+def test_the_final_token_has_a_filler_of_its_own(final: str, found: bool) -> None:
+    """With one row for each token."""
+    routes = _routes(0, 7)
+    routes[6] = [[0, 1]] * 3
+    sample = _sample(0, routes=routes)
+    result = _judged("filler", [sample], [_row(sample)], rows="T", final_row=final)
+    assert found == bool(result.findings)
+
+
+def test_only_mixed_batches_of_well_formed_samples_are_mixed() -> None:
+    """batch.refuses judges a malformed one, and routes for all or for none are not mixed."""
+    samples = [_sample(0), _sample(1, routes=None)]
+    rows = [_row(samples[0]), _row(samples[1])]
+    malformed = {"defect": "wrong", "defective": "r0"}
+    assert {} == dict(_judged("mixed", samples, rows, malformed).exercised)
+    assert {} == dict(_judged("mixed", _BOTH, [_row(sample) for sample in _BOTH]).exercised)
+    none = [replace(row, routes=None) for row in rows]
+    assert {} == dict(_judged("mixed", samples, none).exercised)
+    refused = {"refused": "ValueError"}
+    silent = _judged("mixed", samples, rows, refused)
+    assert {"mixed batches refused": 1} == dict(silent.exercised)
 
 
 def _malformed(sample: Rollout, row: BatchRow | None) -> CheckResult:

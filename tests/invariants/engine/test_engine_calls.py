@@ -9,10 +9,20 @@ import pytest
 
 from rollproof.core.engine_contract import PausedCalls, PauseMode, Refusal
 from rollproof.core.events.base import Event
-from rollproof.core.events.rollout import Abort, Call, Chunk, Pause, Reply, Result, Resume
+from rollproof.core.events.rollout import (
+    Abort,
+    Call,
+    Chunk,
+    Fault,
+    Pause,
+    Reply,
+    Result,
+    Resume,
+)
 from rollproof.core.records import EngineOutput, FinishReason
 from rollproof.core.trace import Trace
 from rollproof.engines.engine_targets import fake_target
+from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.verification.engines import run_experiments
 from tests.support.trace_script import check
@@ -117,6 +127,57 @@ def test_a_call_that_was_refused_needs_no_reply(engine: Trace, hung: bool) -> No
     )
     assert [2] * hung == [finding.where["call"] for finding in result.findings]
     assert {"calls": 1 + hung} == dict(result.exercised)
+
+
+@pytest.mark.parametrize(("what", "found"), [("broken-off", True), ("killed", False)])
+def test_an_experiment_that_broke_off_is_a_finding(engine: Trace, what: str, found: bool) -> None:
+    """In the words of the error; another fault is none of the engine's."""
+    fault = Fault(what=what, server_id="e0", detail="RuntimeError: dead")
+    result = _judged(engine, "engine.answers", _call(), _reply(tokens=8), fault)
+    titles = ["an experiment could not be completed"] * found
+    assert titles == [finding.title for finding in result.findings]
+    for finding in result.findings:
+        assert "RuntimeError: dead" == finding.observed
+        assert {"server": "e0", "index": 2} == dict(finding.where)
+
+
+_CAPABILITIES: dict[str, dict[str, Any]] = {
+    "no pause modes": {"pause_modes": (), "recomputing": ()},
+    "no streaming": {"stream_modes": ("final",)},
+    "cannot be aborted": {"aborts": False},
+    "no logprobs": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("check_id", "needs"),
+    [
+        ("stitch.budget-total", ()),
+        ("lifecycle.ends-once", ()),
+        ("routes.immutable", ("no logprobs",)),
+        ("versions.engine-tags", ("no logprobs",)),
+        ("weights.served-after-update", ("no logprobs",)),
+        ("weights.no-admission-while-paused", ("no pause modes",)),
+        ("weights.no-token-while-paused", ("no pause modes", "no streaming")),
+        ("lifecycle.abort-hits-target", ("cannot be aborted",)),
+        ("lifecycle.abort-keeps-tokens", ("cannot be aborted", "no streaming")),
+    ],
+)
+def test_shared_checks_need_what_an_engine_offers(
+    engine: Trace, check_id: str, needs: tuple[str, ...]
+) -> None:
+    """Each lack alone rules them out, and says so; the engine that has all is judged."""
+    contract = engine.header.engine
+    assert contract is not None and contract.engine is not None
+    made = default_registry()[check_id]
+    assert "engines" in made.also
+    assert made.inapplicable(contract) is None
+    for lack, terms in _CAPABILITIES.items():
+        changed = replace(contract, engine=replace(contract.engine, **terms))
+        if lack == "no logprobs":
+            changed = replace(changed, logprobs="none", missing_logprobs="never")
+        reason = made.inapplicable(changed)
+        assert (lack in needs) == (reason is not None and lack in reason), (lack, reason)
 
 
 _NOT_DECLARED = "a call sent to a paused engine is not treated as declared"

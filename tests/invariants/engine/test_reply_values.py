@@ -11,11 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollproof.core.contract import Logprobs
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Reference, Reply
-from rollproof.invariants.engine.independent_forward import NEAR_TIE
+from rollproof.invariants.engine.independent_forward import NEAR_TIE, logprobs_of, readable
 from rollproof.judging.checks import CheckResult, Verdict
-from tests.support.scripted_engine import call, judged, load, reference, reply, texts, with_rows
+from tests.support.scripted_engine import (
+    call,
+    engine_contract,
+    judged,
+    load,
+    reference,
+    reply,
+    texts,
+    with_rows,
+)
 
 _BELOW = NEAR_TIE * (1 - 1e-9)
 
@@ -513,3 +523,72 @@ def test_an_update_to_other_weights_makes_calls_incomparable() -> None:
     twice = _identity(_right, wrong, load(identity=True))
     assert {"calls repeated after an identity update": 1} == dict(twice.exercised)
     assert 1 == twice.found
+
+
+def test_the_filler_of_the_last_token_is_no_row() -> None:
+    """It may hold anything; the row before it may not."""
+    made = call()
+    expected = reference(made)
+    for row, found in ((6, False), (5, True), (0, True)):
+        answer = reply(made, expected, routes=expected.routes.astype(np.uint8))
+        wrong = with_rows(answer, {(row, 2): (2, 6)})
+        result = judged("engine.routes", made, wrong, expected, rows="T", final_row="zeros")
+        assert 6 == result.exercised["rows compared"]
+        assert found == bool(result.findings)
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_kv_of_older_weights_is_not_compared_where_it_may_be_kept(policy: str) -> None:
+    """From the first update to other weights on."""
+    made = call()
+    expected = reference(made)
+    for loads, judged_of in (((load(),), True), ((load(), load(1)), policy == "recompute")):
+        events = (*loads, made, reply(made, expected), expected)
+        result = judged("engine.logprobs", *events, kv_policy=policy)
+        assert judged_of == bool(result.exercised)
+
+
+@pytest.mark.parametrize("after", [None, False, True])
+@pytest.mark.parametrize(
+    ("sampling", "penalties"),
+    [
+        ({}, False),
+        ({"temperature": 0.5}, False),
+        ({"top_p": 0.5}, False),
+        ({"presence_penalty": 1.0}, True),
+        ({"top_k": 3, "repetition_penalty": 1.1}, True),
+    ],
+)
+def test_what_a_reference_expects_of_a_call_in_each_mode(
+    after: bool | None, sampling: dict[str, float], penalties: bool
+) -> None:
+    """Before or after penalties, as the engine declares; an undeclared order leaves it open."""
+    made = call(sampling=sampling)
+    values = {name: np.full(7, i) for i, name in enumerate(("penalised", "penalised_scaled"))}
+    expected = replace(reference(made), processed=np.full(7, 5.0), **values)
+    contract = engine_contract(terms={"penalised_logprobs": after})
+    raw, scaled = expected.logprobs, expected.scaled
+    if penalties and after is not False:
+        raw = values["penalised"] if after else None
+        scaled = values["penalised_scaled"] if after else None
+    result = logprobs_of(contract, made, expected)
+    assert raw is result[Logprobs.RAW]
+    assert scaled is result[Logprobs.TEMPERATURE_SCALED]
+    options = set(sampling) - {"temperature"}
+    processed = expected.processed if options else expected.scaled
+    assert processed is result[Logprobs.PROCESSED]
+
+
+def test_routes_of_the_declared_layers_and_choices_are_readable() -> None:
+    """No others, none at all, and none that the contract does not promise."""
+    made = call()
+    output = reply(made, reference(made)).output
+    assert output.routes is not None
+    contract = engine_contract()
+    assert readable(contract, output)
+    for routes in (None, output.routes[:0], output.routes[:, :2], output.routes[:, :, :1]):
+        assert not readable(contract, replace(output, routes=routes))
+    silent = dict.fromkeys(
+        ("layer_axis", "num_layers", "moe_layers", "num_experts", "top_k", "filler", "dtype")
+    )
+    assert not readable(engine_contract(rows="none", provenance=None, **silent), output)
