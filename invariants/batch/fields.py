@@ -168,8 +168,7 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
             hint=(
                 "The sample was cut to a width without a word: refuse it, or count it where it can"
                 " be seen."
-                if 0 < len(row_tokens) < len(placed.tokens)
-                and row_tokens == list(placed.tokens[: len(row_tokens)])
+                if row_tokens and row_tokens == list(placed.tokens[: len(row_tokens)])
                 else "Padding side, attention mask and tokens must agree; rows must not be"
                 " exchanged between samples."
             ),
@@ -342,10 +341,10 @@ def batch_logprobs(batch: Conversion, out: Collector) -> None:
         if _misfit(batch, out, placed, "logprobs"):
             continue
         actual = placed.row.logprobs[placed.response_places]
-        masked = placed.row.loss_mask is not None and placed.misfit("loss_mask") is None
+        mask = placed.row.loss_mask
         counted = (
-            placed.row.loss_mask[placed.response_places] != 0
-            if masked and placed.row.loss_mask is not None
+            mask[placed.response_places] != 0
+            if mask is not None and placed.misfit("loss_mask") is None
             else placed.trained
         )
         out.exercised("logprobs compared", int(counted.sum()))

@@ -92,8 +92,9 @@ class EngineRoutes(_ValueCheck):
         out: Collector,
     ) -> None:
         output = reply.output
-        if not len(fits[0].rows) or output.routes is None:
+        if not len(fits[0].rows):
             return
+        assert output.routes is not None
         matching, doubtful = (
             _any_fit(fit.rows for fit in fits),
             _any_fit(fit.doubtful_rows for fit in fits),
@@ -162,8 +163,9 @@ class EngineLogprobs(_ValueCheck):
         fits: Sequence[Fit],
         out: Collector,
     ) -> None:
-        if not len(fits[0].tokens) or reply.output.logprobs is None:
+        if not len(fits[0].tokens):
             return
+        assert reply.output.logprobs is not None
         matching, doubtful = (
             _any_fit(fit.tokens for fit in fits),
             _any_fit(fit.doubtful_tokens for fit in fits),

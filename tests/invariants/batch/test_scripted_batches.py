@@ -526,7 +526,7 @@ def test_many_samples_that_lost_their_routes_are_named_up_to_six() -> None:
         replace(base, request_id=f"s{i}", routes=base.routes if i else None) for i in range(8)
     ]
     rows = [_row(sample) for sample in samples]
-    lost = [*(replace(row, routes=None) for row in rows[:-1]), rows[-1]]
+    lost = [rows[0], *(replace(row, routes=None) for row in rows[1:])]
     (finding,) = _judged("mixed", samples, lost).findings
     assert "no routes for s1, s2, s3, s4, s5, s6" == finding.observed
 
@@ -707,3 +707,78 @@ def test_what_the_conversion_changed_is_named_up_to_six() -> None:
         "changed: f0, f1, f2, f3, f4, f5",
         {"batch": "b"},
     ) == _texts(result)
+
+
+@pytest.mark.parametrize(
+    ("cells", "length", "observed"),
+    [
+        ({6: [[0, 1]] * 3, 7: [[6, 7]] * 3}, 18, "experts [0, 1] for 2 tokens"),
+        ({6: [[7, 8]] * 3, 7: [[-1, 0]] * 3}, 18, None),
+        ({6: 0, 7: 0}, 18, "expert 0, 2 times, for 2 tokens"),
+        ({6: [[1, 2]] * 3, 7: [[1, 2]] * 3}, 7, "experts [1, 2] for 1 token"),
+        ({10: [[1, 2]] * 3}, 18, None),
+    ],
+)
+def test_only_ids_of_experts_are_replayed(
+    cells: dict[int, Any], length: int, observed: str | None
+) -> None:
+    """From 0 to the last one, at the places that the batch has; not at the final token."""
+    samples = [_sample(0), _sample(2, routes=None)]
+    given = _with_routes(_row(samples[1]), cells)
+    given = replace(given, routes=given.routes[:length])
+    findings = _judged("mixed", samples, [_row(samples[0]), given]).findings
+    words = [] if observed is None else [f"{observed} that no router chose"]
+    assert words == [finding.observed for finding in findings]
+
+
+def test_a_malformed_sample_may_have_a_row_for_every_token() -> None:
+    """Its routes are not the field that is too long."""
+    sample, row = _defective(field="loss_mask", by=1)
+    full = replace(sample, routes=_routes(0, 7))
+    assert ["5 were cut to 4 tokens"] == [f.observed for f in _malformed(full, row).findings]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "compared"), [("T-1", 6, 6), ("T-1", 7, 7), ("T", 6, 6), ("T", 7, 6)]
+)
+def test_captured_rows_are_all_but_the_filler_of_the_final_token(
+    rows: str, length: int, compared: int
+) -> None:
+    """Which is there if the contract declares a row for each token, and there is one."""
+    sample = _sample(0, routes=_routes(0, length))
+    final = {"final_row": "zeros"} if rows == "T" else {}
+    result = _judged("routes", [sample], [_row(sample)], **{"rows": rows, **final})
+    assert {"rows compared": compared} == dict(result.exercised)
+
+
+def test_a_row_without_a_token_has_padding_alone() -> None:
+    """Of a sample without any, or with tokens that are lost."""
+    none: dict[str, Any] = {"logprobs": None, "loss_mask": None, "routes": None}
+    empty = _sample(0, prompt_ids=(), response_ids=(), **none)
+    row = replace(_row(empty), loss_mask=np.zeros(18, dtype=np.int64))
+    result = _judged("padding", [empty], [row])
+    assert ({"padded places": 18}, ()) == (dict(result.exercised), result.findings)
+    lost = replace(row, attention=np.zeros(18, dtype=np.int64))
+    (finding,) = _judged("tokens", [_sample(0)], [lost]).findings
+    assert "the first 0 of 7 tokens" == finding.observed
+    assert finding.hint.startswith("Padding side, attention mask")
+
+
+def test_up_to_six_tokens_that_attention_leaves_out_are_shown() -> None:
+    """Of seven."""
+    row = _row(_sample(0))
+    (finding,) = _judged(
+        "tokens", [_sample(0)], [replace(row, attention=np.zeros(18, dtype=np.int64))]
+    ).findings
+    assert "attention 0 at 7 of 7 tokens: [10, 11, 12, 13, 14, 15]" == finding.observed
+
+
+def test_logprobs_are_compared_by_the_samples_mask_if_the_rows_fits_nothing() -> None:
+    """A mask of another length is batch.loss-mask's to report."""
+    sample = _sample(0, loss_mask=np.array([1, 0, 1, 1]))
+    right = _row(sample)
+    wrong = replace(right, logprobs=_changed(right.logprobs, {9: -9.0, 10: -9.0}))
+    for mask, compared in ((right.loss_mask, 3), (right.loss_mask[:-1], 3), (None, 3)):
+        result = _judged("logprobs", [sample], [replace(wrong, loss_mask=mask)])
+        assert {"logprobs compared": compared} == dict(result.exercised)
+        assert [5] == [finding.where["position"] for finding in result.findings]

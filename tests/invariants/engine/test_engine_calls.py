@@ -279,6 +279,16 @@ def test_tokens_before_the_resume_are_found(
             assert "3 tokens before the resume" == result.findings[0].observed
 
 
+def test_a_request_that_ends_without_an_error_leaves_its_call_to_the_reply(
+    engine: Trace,
+) -> None:
+    """A caller that gave up gets no error, and the reply comes later."""
+    gave_up = Result(request_id="r1", rollout=None)
+    result = _paused(engine, PausedCalls.PARK, gave_up, _reply(tokens=0, reason="abort"))
+    assert {"calls sent to a paused engine": 1} == dict(result.exercised)
+    assert ["an abort without tokens"] == [finding.observed for finding in result.findings]
+
+
 def test_a_call_sent_before_or_after_the_pause_is_not_judged(engine: Trace) -> None:
     """Whatever it gets."""
     pause, resume = Pause(server_id="e0", mode=PauseMode.KEEP), Resume(server_id="e0")

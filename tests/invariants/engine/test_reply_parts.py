@@ -14,8 +14,10 @@ from rollproof.core.contract import Rows, Versions
 from rollproof.core.engine_contract import ReplyKey, RoutesSwitch, StreamMode
 from rollproof.core.events.rollout import Call, Chunk, Reply
 from rollproof.core.records import Span
+from rollproof.invariants import default_registry
+from rollproof.invariants.engine.engine_replies import is_served, refusal_of
 from rollproof.judging.checks import Verdict
-from tests.support.scripted_engine import call, judged, reference, reply, texts
+from tests.support.scripted_engine import call, engine_contract, judged, reference, reply, texts
 
 
 def _reply(made: Call, tokens: int = 4, reason: str = "length", **changes: Any) -> Reply:
@@ -350,3 +352,96 @@ def test_streams_of_several_calls_are_told_apart() -> None:
         silent = judged("engine.stream", made, *_chunks((30,)), _reply(made))
         assert ({}, ()) == (dict(silent.exercised), silent.findings)
     assert {} == dict(judged("engine.stream", one, _reply(one)).exercised)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "start", "refusal"),
+    [
+        (1, 1, 0, None),
+        (1, None, 1, None),
+        (0, 1, 0, "abort"),
+        (0, 0, 0, "abort"),
+        (1, 0, 0, "empty"),
+        (19, 1, 0, None),
+        (20, 1, 0, "error"),
+        (19, 2, 0, "ignored"),
+        (19, None, 0, None),
+        (10, 10, 10, None),
+        (10, 11, 10, "ignored"),
+        (10, 10, 11, "error"),
+    ],
+)
+def test_which_calls_an_engine_refuses(
+    prompt: int, budget: int | None, start: int, refusal: str | None
+) -> None:
+    """On both sides of each border of an engine with 20 places."""
+    terms = engine_contract(
+        terms={
+            "max_length": 20,
+            "empty_prompt": "abort",
+            "zero_budget": "empty",
+            "excess_budget": "ignored",
+            "bad_start": "error",
+        }
+    ).engine
+    assert terms is not None
+    made = call(prompt=prompt, max_tokens=budget, routes_start=start)
+    assert refusal == refusal_of(terms, made)
+    assert (refusal in (None, "ignored")) == is_served(terms, made)
+
+
+@pytest.mark.parametrize(
+    ("check_id", "reason"),
+    [
+        ("engine.stream", "streams only the complete reply"),
+        ("engine.sampling", "declares neither top-p"),
+        ("engine.ends", "does not declare what replies show"),
+        ("engine.length", "does not declare how much"),
+        ("engine.samples", "a call has one sample"),
+        ("engine.paused-calls", None),
+    ],
+)
+def test_a_contract_without_terms_of_an_engine_offers_nothing(
+    check_id: str, reason: str | None
+) -> None:
+    """No option is assumed; whether it pauses is not known."""
+    contract = replace(engine_contract(), engine=None)
+    found = default_registry()[check_id].inapplicable(contract)
+    assert (reason is None) == (found is None)
+    assert found is None or (reason or "") in found
+
+
+@pytest.mark.parametrize(("ends", "tokens"), [(9, 3), (8, 1), (2, 0)])
+def test_a_reply_without_its_end_token_names_up_to_eight(ends: int, tokens: int) -> None:
+    """And shows what is at its end."""
+    made = call(end_tokens=tuple(range(50, 50 + ends)))
+    answer = _reply(made, tokens, "stop")
+    (finding,) = judged("engine.ends", made, answer, terms=_KEPT).findings
+    assert f"one of {list(range(50, 50 + min(ends, 8)))} at the end" == finding.expected
+    end = f"{29 + tokens} at the end of {tokens} token{'s' * (tokens > 1)}"
+    assert (end if tokens else "no tokens") == finding.observed
+    assert {"call": 1, "server": "e0", "request": "r1"} == dict(finding.where)
+
+
+_KEPT = {"end_token": "kept", "end_tokens": (50,)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "passed"),
+    [((50, 1, 2), "stop", 0), ((1, 50, 50), "length", 1), ((1, 51, 2), "stop", 1)],
+)
+def test_the_first_token_that_should_have_ended_a_call_is_named(
+    tokens: tuple[int, ...], reason: str, passed: int
+) -> None:
+    """Of several end tokens."""
+    made = call(end_tokens=(50, 51))
+    values = {"token_ids": tokens, "logprobs": None, "routes": None}
+    (finding,) = judged(
+        "engine.ends", made, _reply(made, 3, reason, **values), terms=_KEPT
+    ).findings
+    assert (
+        "a call went on after a token that ends it",
+        f"an end at token {passed} ({tokens[passed]}), by stop",
+        f"3 tokens; it ended by {reason}",
+        {"call": 1, "server": "e0", "request": "r1", "index": passed},
+    ) == texts(finding)

@@ -592,3 +592,27 @@ def test_routes_of_the_declared_layers_and_choices_are_readable() -> None:
         ("layer_axis", "num_layers", "moe_layers", "num_experts", "top_k", "filler", "dtype")
     )
     assert not readable(engine_contract(rows="none", provenance=None, **silent), output)
+
+
+def test_the_first_of_two_near_ties_makes_what_follows_doubtful() -> None:
+    """Up to the second one and behind it."""
+    made = call()
+    expected = _margins(reference(made), "margins", _BELOW, (2, 0), (4, 2))
+    flipped = with_rows(reply(made, expected), {(2, 0): (2, 6), (4, 2): (1, 6)})
+    for row, found in ((1, True), (3, False), (5, False)):
+        wrong = with_rows(flipped, {(row, 2): (2, 6)})
+        result = judged("engine.routes", made, wrong, expected)
+        assert found == bool(result.findings)
+        assert {"rows compared": 2} == dict(result.exercised)
+
+
+def test_the_first_of_two_layers_is_the_place() -> None:
+    """Of rows that an update to equal weights changed."""
+
+    def other(made: Call) -> list[Event]:
+        expected = reference(made)
+        return [with_rows(reply(made, expected), {(1, 2): (0, 6), (4, 0): (0, 6)}), expected]
+
+    (finding,) = _identity(_right, other).findings
+    assert "rows differ in 2 of 3 layers (layers [0, 2])" == finding.observed
+    assert 0 == finding.where["layer"]
