@@ -84,3 +84,13 @@ def test_the_files_hold_what_the_scripts_print_on_the_installed_release(stack: s
     text = (DOCS / "track_record" / f"{stack}_faults.txt").read_text(encoding="utf-8")
     recorded = [line for line in text.splitlines() if line.startswith(prefix)]
     assert sorted(recorded) == sorted(printed)
+
+
+def test_the_numbers_of_faults_are_those_of_the_rows() -> None:
+    """The head of the record counts its rows, and the README says the same number."""
+    rows = re.findall(r"^\| \d+ \| .*$", RECORD, re.MULTILINE)
+    choices = sum("*Choice" in row for row in rows)
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert f"\n{len(rows)} faults of released, unmodified frameworks" in RECORD
+    assert f": {len(rows) - choices} faults and {choices} choices\n" in RECORD
+    assert f"\n{len(rows)} faults and traps in released, unmodified frameworks" in readme

@@ -57,6 +57,9 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
 
     Links to other files of the checkout become plain text.
     """
+    if page.file.src_uri == "index.md":
+        # its transcript is 120 columns wide, and it has no more than four headings
+        page.meta["hide"] = ["toc"]
     origin = {name: file for file, name in PAGES.items()}.get(page.file.src_uri)
     folder = (ROOT / origin if origin else ROOT / "docs" / page.file.src_uri).parent
 
