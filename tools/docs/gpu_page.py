@@ -72,17 +72,14 @@ def gpu_page() -> Iterator[str]:
 
 
 def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    split = {
-        cell["trainer"] for data in runs.values() for cell in data["gap"] if " " in cell["trainer"]
-    }
     yield (
         "\n## The gap\n\nA generated Qwen3-MoE (8 layers, 64 experts, top 8, hidden 512, sharpened"
         " head), 128 sequences of 288 sampled tokens; across an update 64 of 144. k3 = mean of"
         " exp(d) - 1 - d, d = trainer - rollout logprob. Ratios are those of k3 to native routing on"
         " the same tokens; controls are routes shifted by a token, by a layer, and permuted (the"
         " smallest ratio is shown). Self-replay is the largest difference of a logprob between a"
-        " recording pass and its replay. A row has the range over its trainers and runs; splits over"
-        f" GPUs are {', '.join(sorted(split))}.\n"
+        " recording pass and its replay. A row has the range over its trainers, their splits over GPUs,"
+        " and runs.\n"
     )
     yield (
         "| engine | dtype | trainers | native k3 | R3 k3 | R3 / native | controls | self-replay |"
