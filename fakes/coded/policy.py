@@ -239,6 +239,17 @@ class CodedPolicy:
         token = (z & 0xFFFFFFFF) % (self.vocab - 1)
         return token + (token >= self.eos_id)
 
+    def draw(self, version: Version, state: PrefixState, number: int) -> int:
+        """Return the token of draw ``number`` after the sequence; draw 0 is ``next_token``."""
+        # a policy draws by the tokens so far: one more stands for the number
+        return self.next_token(
+            version, self.extend(state, number % self.vocab) if number else state
+        )
+
+    def drawn(self, version: Version, ids: Sequence[int], draw: int) -> int:
+        """Return the token of draw number ``draw`` after ``ids``."""
+        return self.draw(version, self.start_state(ids), draw)
+
     def choices(
         self, version: Version, ids: Sequence[int], start: int = 0
     ) -> npt.NDArray[np.int64]:

@@ -84,6 +84,7 @@ class InflightCall:
     deferred: the engine has not checked yet whether the last token ends the call.
     watched: the hooks follow each of its tokens.
     draw: how its first token is drawn.
+    drawn: the number of the draw that gave it; ``None`` before.
     shares: its KV may go into the prefix cache, below ``root``; not after the cache was cleared.
     keys, labels: marks; from this many tokens on, tokens are sampled under this key and shown
         under this label.
@@ -114,6 +115,7 @@ class InflightCall:
     deferred: bool = False
     watched: bool = False
     draw: FirstDraw = field(default_factory=lambda: FirstDraw())
+    drawn: int | None = None
     shares: bool = True
     root: Hashable = None
     cached: int | None = None

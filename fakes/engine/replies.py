@@ -52,6 +52,7 @@ def reply_to(call: InflightCall, policy: CodedPolicy, flavour: Flavour) -> Reply
         output=output,
         true_tokens=as_spans(keys, 0, stop - start),
         true_rows=as_spans(rows, 0, stop),
+        true_draw=call.drawn,
     )
 
 

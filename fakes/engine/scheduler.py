@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextvars
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
-from itertools import islice
 
 from rollproof.core.call_ownership import CallOwner
 from rollproof.core.case import EngineOptions
@@ -259,16 +258,14 @@ class Scheduler:
     def _first_token(self, call: InflightCall) -> int:
         """Return the first token of a call, see ``FirstDraw``."""
         policy, draw = self._policy, call.draw
-        # a policy draws by the tokens so far: one more stands for the seed
-        states = (
-            call.state if not seed else policy.extend(call.state, seed % policy.vocab)
-            for seed in range(draw.seed, draw.seed + policy.vocab)
-        )
-        tokens = (policy.next_token(call.key, state) for state in states)
+        call.drawn = draw.seed
+        token = policy.draw(call.key, call.state, draw.seed)
         if draw.taken is None:
-            return next(tokens)
-        free = (token for token in islice(tokens, _DRAWS) if token not in draw.taken)
-        token = next(free, policy.next_token(call.key, call.state))
+            return token
+        numbers = range(draw.seed, draw.seed + min(_DRAWS, policy.vocab))
+        tokens = ((number, policy.draw(call.key, call.state, number)) for number in numbers)
+        free = ((number, token) for number, token in tokens if token not in draw.taken)
+        call.drawn, token = next(free, (0, policy.draw(call.key, call.state, 0)))
         draw.taken.add(token)
         return token
 

@@ -11,13 +11,21 @@ from rollproof.core.case import ActionKind, Case, Model
 from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Call
 from rollproof.core.limits import AnswerCut, RolloutLimits
-from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Scalar
+from rollproof.core.records import (
+    EngineOutput,
+    FinishReason,
+    Request,
+    Rollout,
+    Scalar,
+    Version,
+)
 from rollproof.fakes.clients.reference_clients import (
     AsSampled,
     AsSampledLimits,
     ClientOptions,
     PartialSample,
 )
+from rollproof.fakes.coded.policy import CodedPolicy, PrefixState
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import InflightCall
@@ -30,6 +38,7 @@ from rollproof.fakes.known_bugs._planting import (
     act,
     case,
     on_engine,
+    on_policy,
     request,
 )
 from rollproof.fakes.known_bugs.known_bug import KnownBug
@@ -108,6 +117,13 @@ class _ContextOffByOne(FakeEngine):
             # the first call has three prompt tokens: only later calls lose their last one
             queued.state = self.policy.start_state(call.prompt_ids[:-1])
         return queued
+
+
+class _FirstTokenMisread(CodedPolicy):
+    def draw(self, version: Version, state: PrefixState, number: int) -> int:
+        total, length = state
+        # the first call has three prompt tokens: only later calls read the scores of another row
+        return super().draw(version, (total + (length > 3), length), number)
 
 
 class _AnswersCountedAsTurns(AsSampledLimits):
@@ -391,6 +407,16 @@ BUGS: tuple[KnownBug, ...] = (
         summary="The engine continues a resumed call from a context without its last token.",
         refs=("vllm#39568",),
         make=on_engine(_ContextOffByOne),
+        cases=(ABORTED,),
+        detected_by=("stitch.matches-unbroken",),
+    ),
+    KnownBug(
+        id="first-token-misread",
+        summary=(
+            "The engine samples the first token of a resumed call from the scores of another row."
+        ),
+        refs=("cf. vllm#39568",),
+        make=on_policy(_FirstTokenMisread),
         cases=(ABORTED,),
         detected_by=("stitch.matches-unbroken",),
     ),

@@ -46,3 +46,7 @@ class Chooser(Oracle, Protocol):
         ``(len(ids) - start,)``.
         """
         ...
+
+    def drawn(self, version: Version, ids: Sequence[int], draw: int) -> int:
+        """Return the token of draw number ``draw`` after ``ids``; draw 0 is that of ``choices``."""
+        ...

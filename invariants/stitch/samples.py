@@ -293,8 +293,13 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     """Compare the response with what the policy samples without an interruption."""
     if view.contract.resume is not ResumeBy.CLIENT:
         out.inapplicable(attempts.not_resumed(view.contract))
-    # Each call may draw its first token (``draw`` of the fake engine's generate).
-    if view.attempts and all(attempt.call.max_tokens == 1 for attempt in view.attempts):
+    # Each call may draw its first token (``draw`` of the fake engine's generate). Older traces do
+    # not say which draw it was.
+    if view.attempts and all(
+        attempt.call.max_tokens == 1
+        and all(reply.true_draw is None for reply in attempt.replies if reply.output.token_ids)
+        for attempt in view.attempts
+    ):
         out.inapplicable("each call samples one token, which the engine may draw anew in each call")
     delivered = delivery(view)
     if not hasattr(view.oracle, "choices"):
@@ -332,12 +337,16 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     # instead of made.
     expected = oracle.choices(version, ids, len(view.request.prompt_ids)).tolist()
     actual = list(delivered.rollout.response_ids[: delivered.count])
-    begun = [run.start for run in reference.runs if run.ids and run.start < len(actual)]
-    if len(begun) == len(actual):
+    begun = [run for run in reference.runs if run.ids and run.start < len(actual)]
+    draws = [None if run.reply is None else run.reply.true_draw for run in begun]
+    if len(begun) == len(actual) and set(draws) == {None}:
         return
     out.exercised("resumed samples under one version")
-    for start in begun:
-        expected[start] = actual[start]
+    for run, draw in zip(begun, draws, strict=True):
+        position = len(view.request.prompt_ids) + run.start
+        expected[run.start] = (
+            actual[run.start] if draw is None else oracle.drawn(version, ids[:position], draw)
+        )
     if expected == actual:
         return
     differing = [i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b]

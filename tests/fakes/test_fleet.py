@@ -479,6 +479,10 @@ def test_samples_of_one_prompt_are_drawn_apart(sampling: dict[str, Any], count: 
             ids = (*R0.prompt_ids, *reply.token_ids)
             drawn = fleet.policy.choices(0, ids, len(R0.prompt_ids) + 1).tolist()
             assert drawn == list(reply.token_ids[1:])
+        for event in seen(fleet, Reply):
+            assert event.true_draw is not None
+            first = fleet.policy.drawn(0, R0.prompt_ids, event.true_draw)
+            assert first == event.output.token_ids[0]
 
     on_clock(main)
 

@@ -123,6 +123,8 @@ class Reply(Event):
         true_tokens: The versions that sampled the tokens, as spans over this call's tokens.
         true_rows: The versions of the forwards that computed the engine's rows, as spans over
             absolute positions.
+        true_draw: The number of the draw that gave the first token; 0: what the weights choose
+            without one. ``None``: not known, or no token was sampled.
     """
 
     kind: ClassVar[str] = "reply"
@@ -132,6 +134,7 @@ class Reply(Event):
     duplicate: bool = False
     true_tokens: tuple[Span, ...] | None = None
     true_rows: tuple[Span, ...] | None = None
+    true_draw: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -825,6 +825,63 @@ class TestMatchesUnbroken:
         story = script_rollout(single[0], double, budget=3)
         assert Verdict.PASS == check(self.ID, story, self.POLICY).verdict
 
+    def test_the_first_token_of_a_resumed_call_is_compared(self) -> None:
+        """The engine says that no draw gave it, so it is the one that the weights choose."""
+        a = self._tokens(4)
+        for token, verdict in ((a[2], Verdict.PASS), (62, Verdict.FAIL)):
+            after = self._after(token)
+            story = script_rollout(
+                ScriptedCall(tokens=a[:2], reply={"true_draw": 0}),
+                ScriptedCall(tokens=(token, after), reason="length", reply={"true_draw": 0}),
+                budget=4,
+            )
+            result = check(self.ID, story, self.POLICY)
+            assert verdict == result.verdict
+            shown = [finding.where["index"] for finding in result.findings]
+            assert ([2] if verdict is Verdict.FAIL else []) == shown
+
+    def _after(self, token: int) -> int:
+        """Return what the policy samples after two of its own tokens and ``token``."""
+        ids = (1, 2, *self._tokens(2), token)
+        return self.POLICY.next_token(0, self.POLICY.start_state(ids))
+
+    def test_the_first_token_is_compared_with_its_draw(self) -> None:
+        """A stack may sample anew; another draw than the one that it requested is found."""
+        a = self._tokens(2)
+        drawn = self.POLICY.drawn(0, (1, 2, *a), 3)
+        assert self.POLICY.drawn(0, (1, 2, *a), 0) != drawn
+        for draw, verdict in (
+            (3, Verdict.PASS),
+            (None, Verdict.PASS),
+            (0, Verdict.FAIL),
+        ):
+            story = script_rollout(
+                ScriptedCall(tokens=a, reply={"true_draw": 0}),
+                ScriptedCall(
+                    tokens=(drawn, self._after(drawn)),
+                    reason="length",
+                    reply={"true_draw": draw},
+                ),
+                budget=4,
+            )
+            assert verdict == check(self.ID, story, self.POLICY).verdict
+
+    def test_calls_of_one_token_with_known_draws_are_compared(self) -> None:
+        """Every token is a first one, and each is known."""
+        a = self._tokens(3)
+        for last, verdict in ((a[2], Verdict.PASS), (62, Verdict.FAIL)):
+            single = [
+                ScriptedCall(
+                    tokens=(token,),
+                    reason="length",
+                    call={"max_tokens": 1},
+                    reply={"true_draw": 0},
+                )
+                for token in (*a[:2], last)
+            ]
+            story = script_rollout(*single, budget=3)
+            assert verdict == check(self.ID, story, self.POLICY).verdict
+
     def test_a_conversation_has_no_unbroken_twin(self) -> None:
         """What the environment says is no choice of the policy."""
         a = self._tokens(4)
