@@ -192,6 +192,13 @@ class _ReplaySamplesSorted(ReplayTrainer):
         return super().targets(step, moved, rank, source, chunk)
 
 
+class _ReplayBufferEnds(ReplayTrainer):
+    """Copies the routes of a sample into a buffer of 16 rows; the router chooses for the others."""
+
+    def captured(self, microbatch: Microbatch, source: Source) -> npt.NDArray[np.bool_]:
+        return super().captured(microbatch, source) & (source.position < 16)
+
+
 class _ReplaySecondChunkUnarmed(Interleaved):
     """Installs targets for the first chunk of each pipeline rank only."""
 
@@ -229,6 +236,16 @@ BUGS: tuple[KnownBug, ...] = (
         make=_ReplayDenseLayerCounted,
         only=("self-replay",),
         detected_by=("replay.forward", "replay.self-loss"),
+        may_fail=WRONG_ROWS,
+    ),
+    KnownBug(
+        id="replay-buffer-ends",
+        summary="A buffer holds targets for 16 rows of a sample; later rows are not replayed.",
+        refs=("cf. verl#7340",),
+        kind="replay",
+        make=_ReplayBufferEnds,
+        only=("long samples",),
+        detected_by=("replay.forward",),
         may_fail=WRONG_ROWS,
     ),
     KnownBug(

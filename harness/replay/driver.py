@@ -373,7 +373,7 @@ class _Drive:
 
         Raises ``UnsupportedStep`` if it needs unknown routes of an earlier step.
         """
-        plain = make_samples(self.contract, planned.batch)
+        plain = make_samples(self.contract, planned.batch, long=planned.long)
         if planned.edge == SHORT:
             plain = tuple(map(shortest, plain))
         samples = list(self._with_routes(planned, plain))

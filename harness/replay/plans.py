@@ -19,7 +19,7 @@ from rollproof.core.events.replay import Action, Phase, Purpose
 from rollproof.core.replay_contract import Defect, Recompute, ReplayTerms
 from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import UsageError
-from rollproof.replay.replay_samples import offered_defects
+from rollproof.replay.replay_samples import has_room_for_long, offered_defects
 
 __all__ = [
     "DENSE",
@@ -65,15 +65,16 @@ class RoutesFrom(StrEnum):
 class Planned:
     """A step to run.
 
-    ``batch`` numbers the set of samples. ``routes`` and ``of`` say where their routes come from,
-    ``seed`` is that of drawn routes, and ``cut`` is the number of rows of a captured prefix. The
-    other fields are those of ``Step``.
+    ``batch`` numbers the set of samples, which may be ``long``. ``routes`` and ``of`` say
+    where their routes come from, ``seed`` is that of drawn routes, and ``cut`` is the number of
+    rows of a captured prefix. The other fields are those of ``Step``.
     """
 
     name: str
     action: Action
     purpose: Purpose = Purpose.TRAIN
     batch: int = 0
+    long: bool = False
     routes: RoutesFrom = RoutesFrom.NOWHERE
     of: str = ""
     seed: int = 0
@@ -132,6 +133,8 @@ def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[
     yield _self_replay(terms)
     yield _drift(contract, terms)
     yield _placement(contract)
+    if has_room_for_long(contract):
+        yield _long_samples()
     yield from _recompute(terms)
     yield _old_logprob(terms)
     yield from _failures(contract, terms)
@@ -235,6 +238,23 @@ def _placement(contract: Contract) -> Episode:
             drawn("a captured prefix", seed=5, cut=2),
         ]
     return Episode(name="placement", steps=tuple(steps))
+
+
+def _long_samples() -> Episode:
+    """Replay samples that are longer than those of the other episodes.
+
+    A buffer for targets, or a block of a kernel, may end in the middle of them.
+    """
+    return Episode(
+        name="long samples",
+        steps=(
+            native(long=True),
+            chosen("self-replay", long=True, same_as="native"),
+            drawn("first batch", long=True, seed=1),
+            drawn("second batch", long=True, batch=1, seed=2),
+            drawn("first batch again", long=True, seed=1, same_as="first batch"),
+        ),
+    )
 
 
 def _recompute(terms: ReplayTerms) -> Iterator[Episode]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollproof.core.contract import Contract, Filler, Rows
 from rollproof.core.records import FinishReason, IntArray, Rollout
-from rollproof.core.replay_contract import Defect
+from rollproof.core.replay_contract import Defect, ReplayTerms
 from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import SubjectError
 
@@ -22,6 +22,7 @@ __all__ = [
     "as_payload",
     "dtype_of",
     "for_trainer",
+    "has_room_for_long",
     "make_samples",
     "offered_defects",
     "shortest",
@@ -32,31 +33,41 @@ __all__ = [
 
 _LENGTHS = ((3, 4), (2, 6), (5, 2), (4, 4), (2, 3), (6, 4))
 """Prompt and response tokens of the samples, in turn: no two neighbours have the same."""
+_LONG_LENGTHS = ((7, 13), (11, 6), (4, 15), (13, 5), (5, 14), (9, 8))
+"""The same of long samples. 16 rows are a usual size of a buffer or a tile: some have more."""
+_LONGEST = max(map(sum, _LONG_LENGTHS))
 _FIRST_TOKEN = 3
 """Models use the smallest ids for padding and ends."""
 
 
-def make_samples(contract: Contract, batch: int) -> tuple[Rollout, ...]:
+def has_room_for_long(contract: Contract) -> bool:
+    """Return whether the vocabulary has unique ids for a step of long samples."""
+    return _room(contract) >= _LONGEST
+
+
+def make_samples(contract: Contract, batch: int, *, long: bool = False) -> tuple[Rollout, ...]:
     """Return the samples of a step without routes; each ``batch`` has other lengths and tokens.
+
+    ``long`` samples have 17 to 20 tokens, others at most 10.
 
     Raises ``SubjectError`` if the vocabulary is too small for unique tokens.
     """
     terms = terms_of(contract)
-    count = terms.microbatches * terms.microbatch_size
-    room = (terms.vocab - _FIRST_TOKEN) // count
+    count, room = _samples_of_a_step(terms), _room(contract)
     if room < 3:
         raise SubjectError(
             f"A step has {count} samples of at least 3 tokens with unique ids, but the vocabulary"
             f" has {terms.vocab} ids: declare fewer microbatches, or a larger vocabulary."
         )
     samples = []
+    lengths = _LONG_LENGTHS if long else _LENGTHS
     ids = (
         np.random.default_rng([batch, terms.vocab])
         .permutation(np.arange(_FIRST_TOKEN, terms.vocab))
         .tolist()
     )
     for i in range(count):
-        prompt, response = _LENGTHS[(i + batch) % len(_LENGTHS)]
+        prompt, response = lengths[(i + batch) % len(lengths)]
         response = min(response, max(1, room - prompt))
         prompt = min(prompt, room - response)
         tokens, ids = tuple(ids[: prompt + response]), ids[prompt + response :]
@@ -70,6 +81,16 @@ def make_samples(contract: Contract, batch: int) -> tuple[Rollout, ...]:
             )
         )
     return tuple(samples)
+
+
+def _samples_of_a_step(terms: ReplayTerms) -> int:
+    return terms.microbatches * terms.microbatch_size
+
+
+def _room(contract: Contract) -> int:
+    """Return how many tokens each sample of a step may have with unique ids."""
+    terms = terms_of(contract)
+    return (terms.vocab - _FIRST_TOKEN) // _samples_of_a_step(terms)
 
 
 def without_response(sample: Rollout) -> Rollout:

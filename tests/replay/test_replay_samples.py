@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from rollproof.judging.expected_rows import ExpectedRows, captured_rows
 from rollproof.replay.replay_samples import (
     as_payload,
     for_trainer,
+    has_room_for_long,
     make_samples,
     offered_defects,
     spoiled,
@@ -43,6 +46,23 @@ def test_drawn_routes_are_targets_of_every_captured_row(name: str, batch: int) -
     assert held * len(contract.moe_layers or ()) == int(targets.known.sum())
     tokens = [token for sample in samples for token in sample.prompt_ids + sample.response_ids]
     assert len(tokens) == len(set(tokens)) and max(tokens) < terms_of(contract).vocab
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_long_samples_reach_beyond_16_tokens(batch: int) -> None:
+    """Their ids are unique too, and neighbours differ in length."""
+    samples = make_samples(declared(vocab=83), batch, long=True)
+    lengths = [sample.total for sample in samples]
+    tokens = [token for sample in samples for token in sample.prompt_ids + sample.response_ids]
+    assert all(17 <= length <= 20 for length in lengths)
+    assert all(first != second for first, second in itertools.pairwise(lengths))
+    assert len(tokens) == len(set(tokens))
+
+
+def test_long_samples_need_a_vocabulary_with_unique_ids() -> None:
+    """Four samples of 20 tokens, and three ids that models reserve."""
+    assert not has_room_for_long(declared(vocab=82))
+    assert has_room_for_long(declared(vocab=83))
 
 
 def test_routes_that_avoid_a_choice_share_no_expert_with_it() -> None:

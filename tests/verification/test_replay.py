@@ -130,7 +130,7 @@ def test_a_report_says_what_was_exercised() -> None:
         "steps under drifted weights",
         "bad routes",
     } <= set(report.exercised)
-    assert 15 == report.cases
+    assert 16 == report.cases
 
 
 def test_a_witness_shows_the_fault_alone(tmp_path: Path) -> None:
