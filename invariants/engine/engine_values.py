@@ -310,43 +310,47 @@ class EngineOrder(_ValueCheck):
         if output.routes is None or not readable(self.contract, output):
             return
         moe = list(self.contract.moe_layers or ())
+        chosen = moe_rows(self.contract, output.routes)
+        compared = []
+        # A row that fits several versions is right if it is in the order of one of them.
+        excused: Mask = np.zeros(len(chosen), dtype=bool)
         for reference, fit in zip(references, fits, strict=True):
+            excused |= fit.rows & fit.doubtful_rows
             rows = np.flatnonzero(fit.rows & ~fit.doubtful_rows)
-            if not len(rows):
-                continue
             positions = rows + output.routes_start
             decided = (reference.orders[positions][:, moe] >= NEAR_TIE) & (
                 reference.margins[positions][:, moe] >= NEAR_TIE
             )
-            differs = (
-                moe_rows(self.contract, output.routes)[rows] != reference.routes[positions][:, moe]
-            ).any(axis=2) & decided
-            out.exercised("choices compared in order", int(decided.sum()))
-            # A row that another version explains as well is in that version's order.
-            if differs.any() and all(
-                other_fit is fit or not (other_fit.rows[rows][differs.any(axis=1)]).any()
-                for other_fit in fits
-            ):
-                row, column = (int(i) for i in np.argwhere(differs)[0])
-                out.finding(
-                    "the chosen experts are not in the order of their scores",
-                    expected=f"experts {reference.routes[positions[row], moe[column]].tolist()}",
-                    observed=(
-                        f"{moe_rows(self.contract, output.routes)[rows[row], column].tolist()}; so"
-                        f" in {int(differs.sum())} of {int(decided.sum())} choices"
-                    ),
-                    where={
-                        "call": reply.call_id,
-                        "position": int(positions[row]),
-                        "layer": moe[column],
-                        "version": str(reference.version),
-                    },
-                    hint=(
-                        "The ids were sorted, or a kernel returns its top-k unordered: pair"
-                        " each weight with its expert by id."
-                    ),
-                )
-                return
+            differs = (chosen[rows] != reference.routes[positions][:, moe]).any(axis=2) & decided
+            if len(rows):
+                out.exercised("choices compared in order", int(decided.sum()))
+            excused[rows[~differs.any(axis=1)]] = True
+            compared.append((reference, rows, differs, int(decided.sum())))
+        for reference, rows, differs, total in compared:
+            wrong = differs & ~excused[rows][:, None]
+            if not wrong.any():
+                continue
+            row, column = (int(i) for i in np.argwhere(wrong)[0])
+            position = int(rows[row]) + output.routes_start
+            out.finding(
+                "the chosen experts are not in the order of their scores",
+                expected=f"experts {reference.routes[position, moe[column]].tolist()}",
+                observed=(
+                    f"{chosen[rows[row], column].tolist()}; so in {int(wrong.sum())} of"
+                    f" {total} choices"
+                ),
+                where={
+                    "call": reply.call_id,
+                    "position": position,
+                    "layer": moe[column],
+                    "version": str(reference.version),
+                },
+                hint=(
+                    "The ids were sorted, or a kernel returns its top-k unordered: pair"
+                    " each weight with its expert by id."
+                ),
+            )
+            return
 
 
 def _any_fit(masks: Iterable[Mask]) -> Mask:

@@ -198,6 +198,32 @@ def test_a_row_of_another_version_is_in_that_versions_order(plain: Trace, second
     assert "; so in 1 of " in finding.observed
 
 
+@pytest.mark.parametrize("repaired", [False, True])
+def test_versions_do_not_excuse_each_other(plain: Trace, repaired: bool) -> None:
+    """Two versions choose the same experts for a row: it must be in the order of one of them. A
+    row that is leaves another one to be found.
+    """
+    call = _call_with_rows(plain)
+    events: list[Event] = []
+    for event in plain.events:
+        if isinstance(event, Reply) and event.call_id == call:
+            assert event.output.routes is not None
+            routes = event.output.routes.copy()
+            routes[2, 3] = routes[2, 3][::-1]
+            if not repaired:
+                routes[3, 3] = routes[3, 3][::-1]
+            events.append(replace(event, output=replace(event.output, routes=routes)))
+            continue
+        events.append(event)
+        if isinstance(event, Reference) and event.call_id == call:
+            routes = event.routes.copy()
+            routes[2, 3] = routes[2, 3][::-1]
+            events.append(replace(event, version="other", routes=routes))
+    result = _judged(plain.with_events(events), "engine.order")
+    places = [finding.where["position"] for finding in result.findings]
+    assert ([] if repaired else [3]) == places
+
+
 @pytest.mark.parametrize(
     ("updates", "outlived"),
     [
