@@ -9,7 +9,8 @@ shows which reply was used. The others are no part of the sample: they become
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -64,7 +65,8 @@ def set_aside_losers(view: RequestView) -> None:
     """Move the calls that lost a race from the attempts of a request to ``set_aside``."""
     kept, undecided = _kept(view)
     view.undecided_race = view.undecided_race or undecided
-    losers = [attempt for attempt in view.attempts if attempt not in kept]
+    staying = {id(call) for call in kept}
+    losers = [attempt for attempt in view.attempts if id(attempt) not in staying]
     if losers:
         view.set_aside += losers
         set_attempts(view, kept)
@@ -118,31 +120,77 @@ def _explains(view: RequestView) -> bool:
 
 def _kept(view: RequestView) -> tuple[list[Attempt], bool]:
     """Return the calls that lost no race, and whether a race was left undecided."""
-    losers: list[int] = []
+    losers: set[int] = set()
     undecided = False
+    sequence = _Sequence(view.attempts)
     for race in _races(view.attempts):
-        winner, outcome = _winner(view, race)
+        winner, outcome = _winner(view, race, sequence)
         if outcome is _Outcome.CERTAIN and winner is not None:
-            losers += [
+            answered = _first_answer(race)
+            losers.update(
                 id(call)
                 for call in race
                 if call is not winner
-                and (call.consumed or _same_instant(winner, call) or _belated(call, race))
-            ]
+                and (call.consumed or _same_instant(winner, call) or _belated(call, answered))
+            )
         elif outcome is _Outcome.UNDECIDED or not _is_retry(race):
             undecided = True
     kept = [call for call in view.attempts if id(call) not in losers]
-    return [call for call in kept if not _given_up(call, kept)], undecided
+    remaining = _Sequence(kept)
+    return [call for call in kept if not _given_up(call, remaining)], undecided
 
 
-def _given_up(call: Attempt, attempts: Sequence[Attempt]) -> bool:
+class _Sequence:
+    """The calls of a request in order, to find the next ones without reading all of them.
+
+    One request may have thousands of calls: a client that polls a paused engine, say.
+    """
+
+    def __init__(self, calls: Sequence[Attempt]) -> None:
+        calls = self._calls = sorted(calls, key=_called)
+        self._moments = [call.call.index for call in calls]
+        # by place: that of the next call with another prompt
+        self._changes = [len(calls)] * len(calls)
+        for place in range(len(calls) - 2, -1, -1):
+            same = calls[place].call.prompt_ids == calls[place + 1].call.prompt_ids
+            self._changes[place] = self._changes[place + 1] if same else place + 1
+
+    def after(self, moment: int) -> Attempt | None:
+        """Return the first call after an event."""
+        place = bisect_right(self._moments, moment)
+        return self._calls[place] if place < len(self._calls) else None
+
+    def other_prompts(self, moment: int, prompt: tuple[int, ...]) -> Iterator[Attempt]:
+        """Yield calls after an event that send another prompt: the first of each row of equal
+        ones.
+        """
+        place = bisect_right(self._moments, moment)
+        while place < len(self._calls):
+            call = self._calls[place]
+            if call.call.prompt_ids != prompt:
+                yield call
+            place = self._changes[place]
+
+    def same_prompt(self, moment: int, prompt: tuple[int, ...]) -> Iterator[Attempt]:
+        """Yield the calls after an event that send ``prompt``."""
+        place = bisect_right(self._moments, moment)
+        while place < len(self._calls):
+            call = self._calls[place]
+            if call.call.prompt_ids == prompt:
+                yield call
+                place += 1
+            else:
+                place = self._changes[place]
+
+
+def _given_up(call: Attempt, calls: _Sequence) -> bool:
     """Return whether the stack itself aborted a call and then sent its prompt again."""
     reply = call.consumed
     if reply is None or not call.stopped_by_stack or not reply.output.token_ids:
         return False
     # an engine returns what it had when it was aborted. A stack that then sends the old prompt
     # has dropped these tokens: the call made no part of the sample
-    later = next((other for other in attempts if other.call.index > reply.index), None)
+    later = calls.after(reply.index)
     return later is not None and later.call.prompt_ids == call.call.prompt_ids
 
 
@@ -159,12 +207,15 @@ def _races(attempts: Sequence[Attempt]) -> Iterable[list[Attempt]]:
             retried = next((other for other in lost if not _awaited(other, call)), None)
             if retried is not None:
                 lost.remove(retried)
-            elif not any(_awaited(other, call) or _same_instant(other, call) for other in race):
+            # the latest calls are the likeliest to run still
+            elif not any(
+                _awaited(other, call) or _same_instant(other, call) for other in reversed(race)
+            ):
                 if _is_race(race):
                     yield race
                 race, lost = [], []
             race.append(call)
-            if call.consumed is None:
+            if call.consumed is None and not _is_awaited_for_ever(call):
                 lost.append(call)
         if _is_race(race):
             yield race
@@ -172,13 +223,18 @@ def _races(attempts: Sequence[Attempt]) -> Iterable[list[Attempt]]:
 
 def _is_race(calls: Sequence[Attempt]) -> bool:
     replied = [call for call in calls if call.replies]
-    return len(replied) > 1 or any(_belated(call, replied) for call in calls)
+    answered = _first_answer(replied)
+    return len(replied) > 1 or any(_belated(call, answered) for call in calls)
 
 
-def _belated(call: Attempt, race: Sequence[Attempt]) -> bool:
-    """Return whether a call was lost that was made when another of its race had been answered."""
-    replies = [other.consumed.index for other in race if other.consumed is not None]
-    return call.consumed is None and any(index < call.call.index for index in replies)
+def _first_answer(race: Sequence[Attempt]) -> int | None:
+    """Return the event of the first reply of a race that was received."""
+    return min((call.consumed.index for call in race if call.consumed is not None), default=None)
+
+
+def _belated(call: Attempt, answered: int | None) -> bool:
+    """Return whether a call was lost that was made when its race had been answered."""
+    return call.consumed is None and answered is not None and answered < call.call.index
 
 
 def _same_instant(earlier: Attempt, later: Attempt) -> bool:
@@ -211,12 +267,21 @@ def _awaited(call: Attempt, later: Attempt) -> bool:
     return all(moment < end for end in call.ends)
 
 
-def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None, _Outcome]:
+def _is_awaited_for_ever(call: Attempt) -> bool:
+    """Return whether a call is awaited at any later moment (``_awaited``)."""
+    if call.replies:
+        return any(fault.what == "lost-reply" for fault in call.faults)
+    return not call.ends
+
+
+def _winner(
+    view: RequestView, race: Sequence[Attempt], calls: _Sequence
+) -> tuple[Attempt | None, _Outcome]:
     """Return the call whose reply was used, and what that is based on."""
     received = [call for call in race if call.consumed is not None]
     if len(received) < 2:
         return next(iter(received), None), _Outcome.CERTAIN
-    shown = _shown(view, race)
+    shown = _shown(view, race, calls)
     if shown is None:
         # neither a call nor a sample came of it: an abort is why a sample was dropped, and else no
         # reply matters more than the first
@@ -254,17 +319,27 @@ def _winner(view: RequestView, race: Sequence[Attempt]) -> tuple[Attempt | None,
     return best, _Outcome.UNDECIDED if is_open else _Outcome.CERTAIN
 
 
-def _shown(view: RequestView, race: Sequence[Attempt]) -> _Shown | None:
+def _shown(view: RequestView, race: Sequence[Attempt], calls: _Sequence) -> _Shown | None:
     prompt = race[0].call.prompt_ids
     moments = [call.consumed.index for call in race if call.consumed is not None]
-    empty = any(call.consumed and not call.consumed.output.token_ids for call in race)
-    for call in view.attempts:
-        sent = call.call.prompt_ids
-        if call.call.index <= min(moments) or sent[: len(prompt)] != prompt or call in race:
-            continue
-        # The same prompt after the race shows that a reply without tokens was used.
-        if sent != prompt or (empty and call.call.index > max(moments)):
-            return _Shown(sent, call.call.index, None, final=False)
+    shown = next(
+        (
+            call
+            for call in calls.other_prompts(min(moments), prompt)
+            if call.call.prompt_ids[: len(prompt)] == prompt
+        ),
+        None,
+    )
+    # The same prompt after the race shows that a reply without tokens was used.
+    if any(call.consumed and not call.consumed.output.token_ids for call in race):
+        own = {id(call) for call in race}
+        again = next(
+            (call for call in calls.same_prompt(max(moments), prompt) if id(call) not in own), None
+        )
+        if again is not None and (shown is None or again.call.index < shown.call.index):
+            shown = again
+    if shown is not None:
+        return _Shown(shown.call.prompt_ids, shown.call.index, None, final=False)
     rollout, result = view.rollout, view.result
     if rollout is None or result is None:
         return None
@@ -336,18 +411,19 @@ def _alike(one: Attempt, other: Attempt) -> bool:
 
 def _is_retry(calls: Sequence[Attempt]) -> bool:
     """Return whether each call but the first was made when a fault had delayed an earlier one."""
-    in_order = sorted(calls, key=_called)
-    return all(
-        any(_delayed(earlier, later) for earlier in in_order[:number])
-        for number, later in enumerate(in_order)
-        if number
-    )
+    first, *others = sorted(calls, key=_called)
+    delayed = _delayed_at(first)
+    for call in others:
+        if delayed is None or delayed >= call.call.index:
+            return False
+        own = _delayed_at(call)
+        delayed = delayed if own is None else min(delayed, own)
+    return True
 
 
-def _delayed(earlier: Attempt, later: Attempt) -> bool:
-    return any(
-        fault.what not in _PROMPT and fault.index < later.call.index for fault in earlier.faults
-    )
+def _delayed_at(call: Attempt) -> int | None:
+    """Return the event of the first fault that delayed a call."""
+    return min((fault.index for fault in call.faults if fault.what not in _PROMPT), default=None)
 
 
 def _equal(a: EngineOutput, b: EngineOutput) -> bool:
@@ -380,18 +456,18 @@ def _set_aside_unaware(view: RequestView) -> None:
     needs only the first: whoever sent them did not know of it.
     """
     before = list(view.attempts)
-    copies = [
-        later
-        for number, later in enumerate(before)
-        for earlier in before[:number]
-        if earlier.consumed is not None
-        and earlier.consumed.output.token_ids
-        and earlier.consumed.time == later.call.time
-        and earlier.call.prompt_ids == later.call.prompt_ids
-    ]
+    answered: set[tuple[float, tuple[int, ...]]] = set()
+    copies: list[Attempt] = []
+    for call in before:
+        sent, reply = call.call.prompt_ids, call.consumed
+        if answered and (call.call.time, sent) in answered:
+            copies.append(call)
+        if reply is not None and reply.output.token_ids:
+            answered.add((reply.time, sent))
     if not copies:
         return
-    set_attempts(view, [call for call in before if call not in copies])
+    copied = {id(call) for call in copies}
+    set_attempts(view, [call for call in before if id(call) not in copied])
     if _explains(view):
         view.set_aside += copies
     else:
@@ -416,7 +492,8 @@ def _set_aside_speculation(view: RequestView) -> None:
     ]
     if not guesses:
         return
-    kept = [call for call in before if call not in guesses]
+    guessed = {id(call) for call in guesses}
+    kept = [call for call in before if id(call) not in guessed]
     set_attempts(view, kept)
     if kept and (_explains(view) if delivered else fit_together(view)):
         view.set_aside += guesses
