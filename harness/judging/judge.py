@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 from rollproof.core.contract import Contract
@@ -252,6 +253,7 @@ class Judge:
         self._dead: set[str] = set()
         self._driven = header.case is not None
         self._guessed = GuessedCalls()
+        self._owners_guessed = False
         self._internal: list[Attempt] = []
         self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)
         self._plan = tally.plan(header.contract, header.about)
@@ -336,6 +338,7 @@ class Judge:
         # A recorder without request ids attributes calls by prompt; requests of a group share
         # theirs. It may miss calls: only those of a driven run are resolved, when a request ends.
         if self._driven:
+            self._owners_guessed = self._owners_guessed or bool(event.candidates)
             if event.internal:
                 attempt = self._attempt(event)
                 self._calls[event.call_id] = (None, attempt)
@@ -468,7 +471,7 @@ class Judge:
             *self._ended,
             *(
                 other
-                for other in list(self.context.open.values())[:_NEIGHBOURS]
+                for other in islice(self.context.open.values(), _NEIGHBOURS)
                 if other is not view
             ),
         ]
@@ -503,7 +506,12 @@ class Judge:
 
     def _settle_owners(self, view: RequestView) -> None:
         """Resolve which calls are those of a request that has ended."""
-        others = [other for other in self.context.open.values() if other is not view]
+        # others matter only to calls that may be theirs; thousands may be open during an update
+        others = (
+            [other for other in self.context.open.values() if other is not view]
+            if self._owners_guessed
+            else []
+        )
         for attempt in self._guessed.settle(view, others):
             self._calls[attempt.call.call_id] = (None, attempt)
         add_internal_prefills(view, self._internal)

@@ -7,9 +7,11 @@ chains that the sample was not made of become ``RequestView.set_aside``.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from heapq import heappop, heappush
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -37,15 +39,56 @@ class _Chain:
 
     calls: list[Attempt]
 
-    def known_at(self, moment: int) -> tuple[int, ...] | None:
-        """Return what its owner knew at an event, ``None`` if it was waiting for a call."""
-        last = self.calls[-1]
-        if not any(end < moment for end in last.ends):
-            return None
-        reply = last.consumed
-        if reply is None or reply.index > moment:
-            return last.call.prompt_ids
-        return last.call.prompt_ids + reply.output.token_ids
+
+class _OpenChains:
+    """What the owners of chains know, event by event: each chain waits for its last call, then it
+    may be continued.
+
+    ``chains`` has all chains in order; they are found by their numbers there.
+    """
+
+    def __init__(self) -> None:
+        self.chains: list[_Chain] = []
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._open: dict[tuple[int, ...], list[int]] = {}
+        # what comes: the event, the chain, the number of its call, and what is known from then on
+        self._coming: list[tuple[int, int, int, tuple[int, ...]]] = []
+
+    def begin(self, call: Attempt) -> None:
+        """Add a chain that begins with a call."""
+        self.chains.append(_Chain([]))
+        self.continue_with(len(self.chains) - 1, call)
+
+    def continue_with(self, number: int, call: Attempt) -> None:
+        """Add a call to a chain, which waits for it from now on."""
+        self._forget(number)
+        self.chains[number].calls.append(call)
+        sent, reply, first = call.call.prompt_ids, call.consumed, min(call.ends, default=None)
+        if first is None:
+            return
+        if reply is None or reply.index > first:
+            heappush(self._coming, (first, number, call.number, sent))
+        if reply is not None:
+            moment = max(first, reply.index)
+            heappush(self._coming, (moment, number, call.number, sent + reply.output.token_ids))
+
+    def knowing(self, sent: tuple[int, ...], moment: int) -> Iterator[int]:
+        """Return the numbers of the chains whose owners know just ``sent`` at an event, in
+        order.
+        """
+        while self._coming and self._coming[0][0] < moment:
+            _, number, last, known = heappop(self._coming)
+            if self.chains[number].calls[-1].number == last:
+                self._forget(number)
+                self._known[number] = known
+                insort(self._open.setdefault(known, []), number)
+        return iter(self._open.get(sent, ()))
+
+    def _forget(self, number: int) -> None:
+        known = self._known.pop(number, None)
+        if known is not None:
+            numbers = self._open[known]
+            del numbers[bisect_left(numbers, number)]
 
 
 def set_aside_chains(view: RequestView) -> None:
@@ -72,7 +115,8 @@ def set_aside_chains(view: RequestView) -> None:
     if fits[id(best)][0] and any(_outcome(chain) != _outcome(best) for chain in alike):
         view.undecided_race = True
         return
-    view.set_aside += [call for call in view.attempts if call not in best.calls]
+    own = {id(call) for call in best.calls}
+    view.set_aside += [call for call in view.attempts if id(call) not in own]
     set_attempts(view, best.calls)
 
 
@@ -107,24 +151,28 @@ def _chains(view: RequestView) -> tuple[list[_Chain], bool]:
 
     No chain is returned if a call continues none: then it is at fault, or a copy of another one.
     """
-    chains: list[_Chain] = []
+    running = _OpenChains()
     prompt = view.request.prompt_ids
     certain = True
     for attempt in view.attempts:
         sent, moment = attempt.call.prompt_ids, attempt.call.index
-        open_chains = [chain for chain in chains if chain.known_at(moment) == sent]
-        if not open_chains:
+        first = next(running.knowing(sent, moment), None)
+        if first is None:
             if sent != prompt:
                 return [], False
-            chains.append(_Chain([attempt]))
+            running.begin(attempt)
             continue
         # what an engine has ended is not resumed, if another chain with these tokens was aborted
-        aborted = [chain for chain in open_chains if _finish(chain) is FinishReason.ABORT]
-        candidates = aborted or open_chains
+        aborted = (
+            number
+            for number in running.knowing(sent, moment)
+            if _finish(running.chains[number]) is FinishReason.ABORT
+        )
+        candidates = list(islice(aborted, 2)) or list(islice(running.knowing(sent, moment), 2))
         # chains without tokens are alike; of others the tokens may be equal and the values not
         certain = certain and (sent == prompt or len(candidates) == 1)
-        candidates[0].calls.append(attempt)
-    return chains, certain
+        running.continue_with(candidates[0], attempt)
+    return running.chains, certain
 
 
 def _fit(view: RequestView, chain: _Chain) -> _Fit:
