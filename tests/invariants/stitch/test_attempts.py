@@ -294,6 +294,16 @@ class TestNoCallAfterEnd:
         assert {"request": "r0", "call": 2, "position": 4, "server": "s0"} == finding.where
         assert {self.ID} == blamed(self._again("stop"))
 
+    def test_the_first_of_two_late_calls_is_named(self) -> None:
+        """Both were made after the same end."""
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(tokens=(13,), reason="stop", server="s1"),
+            ScriptedCall(tokens=(14,), reason="stop"),
+        )
+        finding = finds(self.ID, story)
+        assert (2, 4, "s1") == tuple(finding.where[name] for name in ("call", "position", "server"))
+
     def test_completed_with_budget_left_is_an_end(self) -> None:
         """Where ``completed`` cannot mean that a portion was used up."""
         assert {self.ID} == blamed(self._again("completed"))

@@ -32,6 +32,20 @@ class TestGranted:
         assert "verl #7207" in finding.hint
         assert {self.ID} == blamed(story)
 
+    @pytest.mark.parametrize(("grant", "found"), [(0, 1), (1, 2)])
+    def test_behind_a_budget_that_was_exceeded_nothing_is_left(
+        self, grant: int, found: int
+    ) -> None:
+        """A call may be granted no token then, which is not more than is left."""
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12, 13), call={"max_tokens": 9}),
+            ScriptedCall(reason="length", call={"max_tokens": grant}),
+            budget=2,
+        )
+        finding = finds(self.ID, story)
+        assert 1 == finding.where["call"]
+        assert f"too much in {found} of 2 calls" in finding.observed
+
     def test_an_overshooting_rollout_is_one_fault(self) -> None:
         """The budget was granted twice and used twice: the grant is to blame, not also its
         consequence.

@@ -149,6 +149,17 @@ class TestCalls:
         assert "2 of 4 tokens of turn 0 of the environment are missing" == finding.title
         assert "separator" in finding.hint
 
+    @pytest.mark.parametrize(
+        ("words", "title"),
+        [
+            ((91, 92, 93, 95), "1 of 5 tokens of turn 0 of the environment is missing"),
+            ((92, 93, 95), "2 of 5 tokens of turn 0 of the environment are missing"),
+        ],
+    )
+    def test_how_many_words_are_missing(self, words: tuple[int, ...], title: str) -> None:
+        """One is, two are."""
+        assert title == finds(ID, said(words, ((91, 92, 93, 94, 95),))).title
+
     def test_a_limit_is_asked_for_where_one_may_be(self) -> None:
         """An answer that was cut at one side may have met a limit of the stack's own."""
         unknown(ID, said((91, 92), multi_turn=True), "declare it as limits={'answer': tokens")

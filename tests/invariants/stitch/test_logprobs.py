@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollproof.core.events.rollout import Result
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.judging.checks import Verdict
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
@@ -511,6 +512,21 @@ class TestPaired:
             story,
             "the engines return raw logprobs, and the stack delivers temperature-scaled ones",
         )
+
+    @pytest.mark.parametrize(("size", "version"), [(64, 1), (65, None)])
+    def test_the_version_of_a_long_sample_is_not_looked_up(
+        self, size: int, version: int | None
+    ) -> None:
+        """It is found token by token; the values are compared nevertheless, as of one call."""
+        part = ScriptedCall(tokens=tuple(range(100, 100 + size)), version=1, reason="length")
+        right = script_rollout(part, budget=size)
+        counted = check(self.ID, right).exercised
+        assert {"tokens of single-call samples": size} == dict(counted)
+        rollout = next(e.rollout for e in right.trace().events if isinstance(e, Result))
+        assert rollout is not None and rollout.logprobs is not None
+        wrong = put(size - 1, -5.0)(rollout.logprobs.copy())
+        finding = finds(self.ID, script_rollout(part, budget=size, sample={"logprobs": wrong}))
+        assert (size - 1, version) == (finding.where["index"], finding.where.get("version"))
 
     def test_the_segment_and_version_are_named(self) -> None:
         """A fault in the third segment is placed there."""
