@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from rollproof.core.contract import Filler, LayerAxis
 from rollproof.core.events.rollout import Reply, Result
 from rollproof.core.records import IntArray
 from rollproof.core.trace import Trace
-from rollproof.invariants.routes.comparison import filler_chance, is_filler
+from rollproof.invariants.routes.comparison import _unforwarded, filler_chance, is_filler
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
 from tests.support.routed_requests import (
@@ -356,3 +358,23 @@ def test_rows_of_filler_need_no_capture_where_replies_may_lack_them(
         filled[3] = story.rows(3, 4, 1)
         other = judge(story.trace(filled), REGISTRY)["routes.live"]
         assert Verdict.PASS is other.verdict
+
+
+@pytest.mark.parametrize(
+    ("length", "count"), [(9, 4), (8, 3), (6, 1), (5, 0), (3, 0), (1, 0), (20, 4)]
+)
+def test_words_of_the_environment_at_the_end_were_never_forwarded(length: int, count: int) -> None:
+    """As far as the sample holds them; a call that sampled nothing forwarded nothing."""
+    runs = [
+        SimpleNamespace(attempt=attempt, ids=ids, start=start, end=start + len(ids))
+        for attempt, ids, start in (
+            (0, (1, 2), 0),
+            (-1, (3,), 2),
+            (1, (4, 5), 3),
+            (-1, (6, 7), 5),
+            (2, (), 7),
+            (-1, (8, 9), 7),
+        )
+    ]
+    view: Any = SimpleNamespace(stitched=SimpleNamespace(runs=runs))
+    assert count == _unforwarded(view, length)
