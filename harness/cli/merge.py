@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -35,13 +34,10 @@ def merge(
             raise UsageError(f"The folder {trace} holds no Arrow trace.")
         # batches are judged by themselves
         paths += [path for path in found if "-batches." not in path.name or path == trace]
-    report = merge_traces([path for path in paths if not _same(path, to)], to)
+    if to.exists():
+        raise UsageError(f"{to} exists: name another file with --to, or delete it.")
+    report = merge_traces(paths, to)
     typer.echo(f"{to}: {report.events:,} events of {', '.join(report.writers)}")
     for note in report.notes:
         typer.echo(f"  {note}")
     return ExitCode.PASS
-
-
-def _same(path: Path, other: Path) -> bool:
-    # of a link that leads to itself, Path.resolve makes a RuntimeError
-    return os.path.realpath(path) == os.path.realpath(other)

@@ -221,7 +221,9 @@ def test_the_command_merges_folders(tmp_path: Path, capsys: pytest.CaptureFixtur
     target = tmp_path / "merged.arrow"
     text = output_of(capsys, "merge", str(tmp_path), "--to", str(target), code=0)
     assert "merged.arrow: 19 events of first, second, trainer" in text
-    assert "exists" in output_of(capsys, "merge", str(tmp_path), "--to", str(target), code=254)
+    assert "exists: name another file with --to, or delete it." in output_of(
+        capsys, "merge", str(tmp_path), "--to", str(target), code=254
+    )
     (tmp_path / "empty").mkdir()
     for path, message in ((tmp_path / "none", "no trace"), (tmp_path / "empty", "no Arrow")):
         assert message in output_of(capsys, "merge", str(path), "--to", "x", code=254)
