@@ -146,7 +146,7 @@ def test_what_is_damaged_was_sound(tmp_path: Path) -> None:
         ("g.csv", file_targets._gap_csv()),
         ("g.jsonl", file_targets._gap_jsonl()),
         ("g.npz", file_targets._gap_npz()),
-        ("g.parquet", file_targets._gap_parquet()),
+        ("g.parquet", file_targets.gap_parquet()),
         ("train_data_step1.jsonl", json.dumps(file_targets._NEMO_RL).encode() + b"\n"),
         ("b.pkl", file_targets._skyrl()),
     ):
@@ -176,3 +176,17 @@ def test_any_value_can_be_damaged(sound: Any) -> None:
 
     for number in range(200):
         json.dumps(damaged(Changes(f"{number}")))
+
+
+def test_no_flipped_bit_changes_a_result_in_silence() -> None:
+    """Of a trace, a report and a table whose formats have checksums."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.fuzz.bit_flips", "--flips", "20"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert 4 == done.stdout.count(" 0 silent change, 0 crash")

@@ -32,7 +32,7 @@ from rollproof.verification.runner import run_case
 from tools.fuzz.mutations import Inputs, damaged_bytes, damaged_json, one_of
 from tools.fuzz.target import Broken, Target, run_command
 
-__all__ = ["FILES", "sound_trace"]
+__all__ = ["FILES", "gap_parquet", "report_bytes", "sound_trace", "trace_arrow"]
 
 
 def sound_trace(folder: Path) -> Path:
@@ -49,7 +49,8 @@ def _trace_json() -> Any:
     return data
 
 
-def _trace_arrow() -> bytes:
+def trace_arrow() -> bytes:
+    """Return the bytes of a trace in Arrow form."""
     name, factory = next(iter(REFERENCES.items()))
     trace = run_case(factory, ABORTED, recipe={"reference": name})
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +80,8 @@ def _gap_table() -> pa.Table:
     )
 
 
-def _gap_parquet() -> bytes:
+def gap_parquet() -> bytes:
+    """Return the bytes of a table of logprobs, with a checksum a page."""
     sink = io.BytesIO()
     parquet.write_table(_gap_table(), sink, write_page_checksum=True)
     return sink.getvalue()
@@ -169,11 +171,15 @@ _CONFIG = {
 _NESTED_CONFIG = {"text_config": {**_CONFIG, "mlp_layer_types": ["dense", "sparse"]}}
 
 
-def _report() -> Any:
-    """The JSON report of ``check`` on a trace."""
+def report_bytes() -> bytes:
+    """Return the JSON report of ``check`` on a trace, with its checksum."""
     with tempfile.TemporaryDirectory() as folder:
         path = sound_trace(Path(folder))
-        data = json.loads(run_command("check", str(path), "--json", "-"))
+        return run_command("check", str(path), "--json", "-").encode()
+
+
+def _report() -> Any:
+    data = json.loads(report_bytes())
     data.pop("checksum", None)
     return data
 
@@ -410,11 +416,11 @@ _TARGETS: dict[str, Target] = {
         read=_commands("t.json", ("replay", "FILE")),
     ),
     "trace-arrow": Target(
-        inputs=lambda: damaged_bytes(_trace_arrow()),
+        inputs=lambda: damaged_bytes(trace_arrow()),
         read=_commands("t.arrow", ("check", "FILE"), ("show", "FILE")),
     ),
     "trace-scored": Target(
-        inputs=lambda: damaged_bytes(_trace_arrow()),
+        inputs=lambda: damaged_bytes(trace_arrow()),
         read=_commands("t.arrow", ("gap", "--rollout", "FILE", "--trainer", "score:x")),
     ),
     "report": Target(
@@ -422,7 +428,7 @@ _TARGETS: dict[str, Target] = {
         read=_commands("r.json", ("seal", "FILE"), ("seal", "--check", "FILE"), ("check", "FILE")),
     ),
     "gap-parquet": Target(
-        inputs=lambda: damaged_bytes(_gap_parquet()), read=_commands("g.parquet", _GAP)
+        inputs=lambda: damaged_bytes(gap_parquet()), read=_commands("g.parquet", _GAP)
     ),
     "gap-arrow": Target(
         inputs=lambda: damaged_bytes(_gap_arrow()), read=_commands("g.arrow", _GAP)
