@@ -18,7 +18,7 @@ from rollproof.core.records import BatchRow, IntArray, Rollout
 from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.judging.checks import Applies, Check, Collector, trace_check
 
-__all__ = ["Conversion", "Placed", "batch_check"]
+__all__ = ["Conversion", "Placed", "Places", "batch_check"]
 
 Places: TypeAlias = "npt.NDArray[np.int64]"
 

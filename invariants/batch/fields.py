@@ -4,13 +4,20 @@ its place.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from rollproof.core.contract import Contract, Logprobs
+from rollproof.core.events.training import Batch
 from rollproof.core.records import FinishReason
+from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import count, ranges, share
-from rollproof.invariants.batch.batch_rows import Conversion, Placed, batch_check
-from rollproof.judging.checks import Collector
+from rollproof.invariants.batch.batch_rows import Conversion, Placed, Places, batch_check
+from rollproof.judging.checks import Check, Collector, trace_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
     "batch_accepts",
@@ -29,25 +36,46 @@ _ROUNDED = 1e-2
 _NEEDS = "Batch events (a BatchSubject, judged by rollproof.verification.batches)"
 
 
-@batch_check(
-    "batch.accepts",
-    promise=(
-        "Well-formed samples are converted, whatever their lengths. One of more than 16 tokens may"
-        " be refused, but not cut: a stack may have a width of its own."
-    ),
-    needs=_NEEDS,
-    exercised_by="well-formed batches",
-)
-def batch_accepts(batch: Conversion, out: Collector) -> None:
-    """Report a well-formed batch that was refused."""
-    event = batch.event
-    # Malformed and mixed batches may be refused: batch.refuses and batch.mixed judge them.
-    if event.defect or batch.mixed:
-        return
-    if event.refused is not None and any(sample.total > _SHORT for sample in event.samples):
-        return
-    out.exercised("well-formed batches")
-    if event.refused is not None:
+class BatchAccepts(EventCheck):
+    """Reports well-formed batches that were refused."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._mixed_refused = False
+        self._mixed_taken = False
+        self._partly_routed: list[Batch] = []
+
+    def on_batch(self, event: Batch, out: Collector) -> None:
+        """Judge one batch, or learn from it what becomes of mixed ones."""
+        batch = Conversion(event, self.context.contract)
+        # Malformed and mixed batches may be refused: batch.refuses and batch.mixed judge them.
+        if event.defect:
+            return
+        if batch.mixed:
+            self._mixed_refused = self._mixed_refused or event.refused is not None
+            self._mixed_taken = self._mixed_taken or event.refused is None
+            return
+        if event.refused is None:
+            out.exercised("well-formed batches")
+        elif any(sample.total > _SHORT for sample in event.samples):
+            return
+        elif len({sample.routes is None for sample in event.samples}) == 2:
+            self._partly_routed.append(event)
+        else:
+            self._report(event, out)
+
+    def finish(self, out: Collector) -> None:
+        """Judge the batches in which only a sample without response tokens has no routes. A
+        conversion that refuses every mixed batch, as it may, refuses them for the same reason.
+        """
+        if self._mixed_refused and not self._mixed_taken:
+            return
+        for event in self._partly_routed:
+            self._report(event, out)
+
+    def _report(self, event: Batch, out: Collector) -> None:
+        assert event.refused is not None
+        out.exercised("well-formed batches")
         lengths = ", ".join(
             f"{len(sample.prompt_ids)}+{len(sample.response_ids)}" for sample in event.samples
         )
@@ -57,13 +85,25 @@ def batch_accepts(batch: Conversion, out: Collector) -> None:
             kind=f"a well-formed batch was refused: {event.refused.partition(':')[0]}",
             expected=f"rows for {count(len(event.samples), 'sample')} of {lengths} tokens",
             observed=event.refused,
-            where=batch.place(),
+            where=Conversion(event, self.context.contract).place(),
             hint=(
                 "A conversion must accept everything that rollouts deliver: samples without"
                 " response tokens (verl #6675), read-only arrays (verl #5519), one sample or"
                 " many."
             ),
         )
+
+
+batch_accepts: Check = trace_check(
+    "batch.accepts",
+    promise=(
+        "Well-formed samples are converted, whatever their lengths. One of more than 16 tokens may"
+        " be refused, but not cut: a stack may have a width of its own."
+    ),
+    needs=_NEEDS,
+    exercised_by="well-formed batches",
+    about="batches",
+)(BatchAccepts)
 
 
 @batch_check(
@@ -275,11 +315,24 @@ def batch_loss_mask(batch: Conversion, out: Collector) -> None:
                 ),
                 where=batch.place(placed.sample, position=int(tokens[0])),
                 hint=(
-                    "The response mask is not the attention mask: tool and user tokens are"
+                    f"Each of them is the padding token {batch.contract.pad_id or 0}: make the loss"
+                    " mask from lengths, not from a comparison with it, or a model whose padding"
+                    " token is its end of sequence is never trained to stop."
+                    if _is_padding_token(batch, placed, tokens) and not len(surplus)
+                    else "The response mask is not the attention mask: tool and user tokens are"
                     " attended and not trained (verl #2543). Shift and pad both in the same"
                     " way."
                 ),
             )
+
+
+def _is_padding_token(batch: Conversion, placed: Placed, positions: Places) -> bool:
+    """Whether the sample's tokens at ``positions`` are the padding token, and no others are."""
+    pad = batch.contract.pad_id or 0
+    response = placed.tokens[len(placed.sample.prompt_ids) :]
+    return response.count(pad) == len(positions) and all(
+        placed.tokens[position] == pad for position in positions
+    )
 
 
 def _misfit(batch: Conversion, out: Collector, placed: Placed, field: str) -> bool:

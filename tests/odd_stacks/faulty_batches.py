@@ -19,6 +19,15 @@ class AttentionFromPadId(Padded):
         return (b["tokens"][i, start:end] != PAD).astype(int)
 
 
+class MaskFromPadId(Padded):
+    """The loss mask is multiplied by tokens != pad_id: an end of sequence that pads is never
+    trained.
+    """
+
+    def mask(self, s):
+        return super().mask(s) * (np.array(s.response_ids, int) != PAD)
+
+
 class MaskFromTheRight(Padded):
     """The loss mask is laid into the last places of the line, as if responses were padded on the
     left.

@@ -68,9 +68,12 @@ def test_all_stacks_are_run() -> None:
     assert 67 == len(STACKS)
 
 
-def test_an_unusual_batch_is_not_blamed() -> None:
-    """Padding on both sides, by a token that samples contain; every check decides."""
-    assert 0 == rollproof.judge_batches(padded.Padded).exit_code
+@pytest.mark.parametrize("batches", [padded.Padded, padded.Uniform])
+def test_an_unusual_batch_is_not_blamed(batches: Any) -> None:
+    """Padding on both sides, by a token that samples contain; routes in all samples or in none.
+    Every check decides.
+    """
+    assert 0 == rollproof.judge_batches(batches).exit_code
 
 
 def test_unusual_layouts_are_not_blamed() -> None:

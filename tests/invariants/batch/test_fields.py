@@ -463,14 +463,34 @@ def test_an_empty_response_must_not_stop_a_batch() -> None:
 
     assert _failing(judge_batches(lambda: Total(_ABORTS))) == set()
     findings = _findings(judge_batches(lambda: Divides(_ABORTS)), "batch.accepts")
+    # the second one needs what the entire trace shows of mixed batches
     assert [finding.where["batch"] for finding in findings] == [
-        "a sample without response tokens",
         "a sample without response tokens, and none with routes",
+        "a sample without response tokens",
     ]
     for finding in findings:
         assert finding.kind == "a well-formed batch was refused: ZeroDivisionError"
         assert finding.expected == "rows for 3 samples of 3+4, 3+0, 2+5 tokens"
         assert finding.observed == "ZeroDivisionError: division by zero"
+
+
+def test_what_refuses_mixed_batches_may_refuse_an_empty_response_without_routes() -> None:
+    """It is a sample without routes, too; if no sample has any, the same batch is converted."""
+
+    class Uniform(Padder):
+        def collate(self, samples: list[Rollout]) -> list[BatchRow]:
+            if len({sample.routes is None for sample in samples}) == 2:
+                raise ValueError("all samples have routes, or none")
+            return super().collate(samples)
+
+    class OnlyForEmpty(Padder):
+        def collate(self, samples: list[Rollout]) -> list[BatchRow]:
+            if any(not sample.response_ids and sample.routes is None for sample in samples):
+                raise ValueError("no routes")
+            return super().collate(samples)
+
+    assert set() == _failing(judge_batches(lambda: Uniform(_ABORTS)))
+    assert {"batch.accepts"} == _failing(judge_batches(lambda: OnlyForEmpty(_ABORTS)))
 
 
 def test_a_missing_logprob_must_not_become_certainty() -> None:

@@ -10,7 +10,11 @@ from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.fakes.trainers.reference_batches import Collator
 from rollproof.verification.batch_cases import batch_cases
 from rollproof.verification.batches import judge_batches
-from tests.odd_stacks.faulty_batches import AttentionFromPadId
+from tests.odd_stacks.faulty_batches import (
+    AttentionFromPadId,
+    MaskFromPadId,
+    MaskFromTheRight,
+)
 from tests.support.padded_batches import padded_contract
 
 _CASE = "the padding token as the end of sequence"
@@ -42,6 +46,17 @@ def test_attention_by_token_is_no_cut_and_no_padding() -> None:
     assert "attention leaves out tokens of the sample" == first.title
     assert "attention 0 at 1 of 7 tokens: the padding token 2" == first.observed
     assert first.hint.startswith("Make the attention mask from lengths")
+
+
+def test_a_loss_mask_by_token_is_named() -> None:
+    """The hint names the padding token if that is what the loss leaves out, and nothing else."""
+    (by_token,) = judge_batches(MaskFromPadId).failed
+    assert "batch.loss-mask" == by_token.id
+    assert by_token.findings[0].hint.startswith("Each of them is the padding token 2: make")
+    by_side = {result.id: result for result in judge_batches(MaskFromTheRight).failed}
+    assert not any(
+        "padding token" in finding.hint for finding in by_side["batch.loss-mask"].findings
+    )
 
 
 @pytest.mark.parametrize(("pad_id", "expected"), [(None, 0), (0, 0), (151_643, 151_643)])

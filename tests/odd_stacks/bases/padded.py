@@ -108,3 +108,12 @@ class Padded:
             )
             for i, name in enumerate(b["ids"])
         ]
+
+
+class Uniform(Padded):
+    """Refuses a batch in which some samples have routes and others, also empty ones, have none."""
+
+    def collate(self, samples):
+        if len({s.routes is None for s in samples}) > 1:
+            raise ValueError("all samples have routes, or none")
+        return super().collate(samples)
