@@ -20,6 +20,8 @@ from rollproof.core.events.rollout import (
     Reply,
     Result,
     Resume,
+    Update,
+    UpdatePhase,
     Weights,
 )
 from rollproof.core.records import FinishReason, Rollout, Version
@@ -55,6 +57,11 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
         # a recording of calls alone says nothing of admissions
         self._shows_admissions = context.header.case is not None
         self._met: dict[str, int] = {}
+        self._updating = 0
+        self._pauses_to_update = False
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        self._updating += 1 if event.phase is UpdatePhase.ASKED else -1
 
     def on_call(self, event: Call, out: Collector) -> None:
         remember(self._queued, event.call_id, event.server_id)
@@ -66,6 +73,7 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
         self._queued.pop(event.call_id, None)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
+        self._pauses_to_update = self._pauses_to_update or self._updating > 0
         self._paused.setdefault(event.server_id, event)
         self._meet(
             "calls queued at a pause",
@@ -87,6 +95,11 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
         if not self._shows_admissions:
             out.absent("the trace does not say when a server admits a call")
             return
+        # Other pauses are those of servers that the run itself updates, for stacks of every kind.
+        if self.context.header.case is not None and not (
+            self._pauses_to_update or any(self._met.values())
+        ):
+            out.inapplicable("the stack pauses no server to update it")
         for situation, times in self._met.items():
             out.exercised(situation, times)
 

@@ -70,8 +70,23 @@ class TestNoAdmissionWhilePaused:
         script = TraceScript()
         script.weights(0).submit()
         call = script.call((1, 2))
-        script.pause(PauseMode.KEEP, progress={call: 1}).resume().reply(call, (3, 4, 5, 6))
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        script.pause(PauseMode.KEEP, progress={call: 1}).weights(1).resume()
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ENDED))
+        script.reply(call, (3, 4, 5, 6))
         unknown(self.ID, script, "not exercised")
+
+    @pytest.mark.parametrize("driven", [True, False])
+    def test_a_stack_that_pauses_no_server_is_not_judged(self, driven: bool) -> None:
+        """In-flight updates load while calls run; a pause of the run itself is none of the stack's.
+        A recording may lack the updates of its stack, so that its pauses may belong to them.
+        """
+        script = TraceScript(driven=driven)
+        script.weights(0).submit().pause(PauseMode.KEEP).weights(1).resume()
+        script.add(Update(version=2, label=2, phase=UpdatePhase.ASKED)).weights(2)
+        script.add(Update(version=2, label=2, phase=UpdatePhase.ENDED))
+        verdict = inapplicable if driven else unknown
+        verdict(self.ID, script, "pauses no server" if driven else "")
 
     def test_a_server_that_died_while_paused_comes_back_unpaused(self) -> None:
         """Its pause died with it."""
