@@ -147,6 +147,18 @@ class MeanForMissing(Thin):
         return sample
 
 
+class NewestIsThatOfTheEnd(Thin):
+    """The max tag is the version of the last call: a resume on a replica that lags behind is
+    older than what came before it.
+    """
+
+    def result(self, run):
+        sample = super().result(run)
+        if sample["max_version"] is not None:
+            sample["max_version"] = run.vers[-1]
+        return sample
+
+
 class LogprobsOfTheOther(Candidates):
     """The chosen candidate is handed over with the logprobs of the other one, if they are as
     many.

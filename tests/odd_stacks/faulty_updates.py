@@ -66,6 +66,21 @@ class OnlyTheFirstClears(Control):
             await self.each(servers, lambda s: s.resume())
 
 
+class OnlyBusyServersAreCleared(Control):
+    """The cache of a server is dropped only if calls run on it: one that is idle keeps KV of the
+    old weights.
+    """
+
+    async def roll(self, weights, label, servers):
+        try:
+            await self.each(
+                servers, lambda s: s.pause("abort", clear_cache=bool(s.in_flight))
+            )
+            await self.each(servers, lambda s: s.load(weights, label))
+        finally:
+            await self.each(servers, lambda s: s.resume())
+
+
 class UnlabelledTwiceIsOnce(Control):
     """An update with the same label as the last one is skipped as a repetition; two updates without
     a label have the same label None, so the second is lost.

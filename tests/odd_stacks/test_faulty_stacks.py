@@ -58,6 +58,7 @@ ROLLOUTS = {
     faulty_ends.StaysWithItsServer: ("lifecycle.no-hang", "deaths"),
     faulty_ends.FullIsCut: ("stitch.finish-reason", "cut turns"),
     faulty_updates.OnlyTheFirstClears: ("weights.no-stale-cache", "updates in a row"),
+    faulty_updates.OnlyBusyServersAreCleared: ("weights.no-stale-cache", "updates in a row"),
     faulty_updates.BusyServersLater: ("weights.update-loads", "missed update"),
     faulty_updates.TransferTimesOut: ("weights.update-loads", "slow updates"),
     faulty_updates.OnlyTheFirstIsPaused: ("weights.no-stale-cache", "slow updates"),
@@ -73,6 +74,7 @@ ROLLOUTS = {
     faulty_samples.PromptRowsByLength: ("routes.isolation", "deaths"),
     faulty_samples.LatestPrefillPromised: ("routes.provenance", "a later first version"),
     faulty_samples.SpansFromTheCall: ("versions.spans-cover", "a later first version"),
+    faulty_samples.NewestIsThatOfTheEnd: ("versions.min-max", "balancing"),
     faulty_samples.AsCompleted: ("stitch.tokens", DRAWN),
     faulty_samples.MeanForMissing: ("stitch.logprobs-missing", "replies with gaps"),
     faulty_conversations.AnswerRowsBlanked: ("routes.captured", "cut turns"),
@@ -93,6 +95,7 @@ are added elsewhere change neither.
 """
 BATCHES = {
     faulty_batches.AttentionFromPadId: "batch.tokens",
+    faulty_batches.MaskFromPadId: "batch.loss-mask",
     faulty_batches.MaskFromTheRight: "batch.loss-mask",
     faulty_batches.LogprobsClamped: "batch.logprobs",
     faulty_batches.ZippedToTheShortest: "batch.refuses",

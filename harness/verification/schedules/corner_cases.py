@@ -208,8 +208,12 @@ def _updates_in_a_row(corner: Corner) -> Iterator[Case]:
         Request(request_id=f"r{i}", prompt_ids=(*shared, 15 + i), max_tokens=corner.budget)
         for i in range(4)
     )
+    # the second update finds no call running: its servers have a cache all the same
     yield corner.case(
-        *(act(ActionKind.SYNC, 1, request.request_id) for request in requests[:3]),
+        *(
+            act(ActionKind.SYNC, tokens, request.request_id)
+            for tokens, request in zip((1, corner.budget, 1), requests, strict=False)
+        ),
         requests=requests,
         arrivals=(0.0, 30.0, 60.0, 90.0),
         engine=EngineOptions(prefix_cache=True),
@@ -293,8 +297,10 @@ def _balancing(corner: Corner) -> Iterator[Case]:
     yield corner.case(lags, leaves, act(ActionKind.ABORT, half), **pair)
     yield corner.case(lags, act(ActionKind.KILL, half, server="s0", steps=40), **pair)
     yield corner.case(lags, leaves, act(ActionKind.SYNC, 1, "r1"), **pair)
-    # wherever r0 runs: its server has newer weights than the one that it moves to
-    moves = replace(leaves, server=None), act(ActionKind.ABORT, half)
+    # Wherever r0 runs, its server has newer weights than the one that it moves to. A stack that takes
+    # the next server after each abort has left that server by then, and is there again in between.
+    aborts = (act(ActionKind.ABORT, tokens) for tokens in (half, half + 2))
+    moves = replace(leaves, server=None), *aborts
     yield corner.case(act(ActionKind.SKEW, 1), *moves, **pair)
 
 
