@@ -184,7 +184,7 @@ def compare_rows(
         (
             name
             for name, other in (others or {}).items()
-            if _fits(record, cells, expected.filled, other, columns)
+            if _fits(record, cells, expected, other, columns)
         ),
         None,
     )
@@ -205,19 +205,22 @@ def compare_rows(
 def _fits(
     record: LayoutCall,
     cells: IntArray,
-    mask: npt.NDArray[np.bool_],
+    expected: Source,
     other: Callable[[], Source],
     columns: list[int] | None,
 ) -> bool:
-    """Return whether another layout, if it exists, holds exactly these rows where ``mask`` is
-    true.
+    """Return whether another layout, if it exists, holds exactly these rows, wherever one of the
+    two layouts has a row.
     """
     try:
         source = other()
     except ValueError:
         return False
-    expected_cells = record.cells(source, columns)
-    return expected_cells.shape == cells.shape and bool((expected_cells == cells)[mask].all())
+    other_cells = record.cells(source, columns)
+    # A row that another layout has in the padding of the declared one must be there, too.
+    return other_cells.shape == cells.shape and bool(
+        (other_cells == cells)[expected.filled | source.filled].all()
+    )
 
 
 def compare_parts(

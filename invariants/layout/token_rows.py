@@ -61,14 +61,22 @@ def layout_final_row(record: LayoutCall, out: Collector) -> None:
     captured = Source.whole(0, tokens)
     # The last rows are not captured, so any filler may be there.
     captured.sample[captured_count:] = captured.position[captured_count:] = -1
+    title = "captured rows moved when filler was added"
+    hint = "Append filler behind the captured rows (slime#1045, slime#1052)."
+    if _are_lost(record, rows, captured):
+        title = "captured rows were overwritten"
+        hint = (
+            "They are in no place any more: filler was written over them, or into the payload."
+            " Append it behind the captured rows, to a copy."
+        )
     compare_rows(
         record,
         out,
         "rows compared",
         rows,
         captured,
-        title="captured rows moved when filler was added",
-        hint="Append filler behind the captured rows (slime#1045, slime#1052).",
+        title=title,
+        hint=hint,
         others={
             "a shift by one row": lambda: _shifted(captured, 1),
             "a shift by one row to the front": lambda: _shifted(captured, -1),
@@ -147,6 +155,19 @@ def _fault_of_filler(record: LayoutCall, row: IntArray) -> str:
 
 def _describe_row(record: LayoutCall, row: IntArray) -> str:
     return record.describe(row, record.call.coding.decode(row))
+
+
+def _are_lost(record: LayoutCall, rows: IntArray, captured: Source) -> bool:
+    """Whether some rows are not at their places, and those that should be there are nowhere."""
+    if rows.shape[-1] != record.call.coding.width:
+        return False
+    cells, expected = record.call.coding.decode(rows), record.cells(captured)
+    if cells.shape != expected.shape:
+        return False
+    wrong = (cells != expected).any(axis=-1) & captured.filled
+    return bool(wrong.any()) and not any(
+        (cells == row).all(axis=-1).any() for row in expected[wrong]
+    )
 
 
 def _shifted(source: Source, by: int) -> Source:

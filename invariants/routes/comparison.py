@@ -174,17 +174,25 @@ class RouteEvidence:
         """Return whether the delivered rows are those that the engines returned from ``position``
         on.
         """
+        same = self.same_from(position)
+        return same is not None and bool(same.all())
+
+    def same_from(self, position: int) -> npt.NDArray[np.bool_] | None:
+        """Return ``(rows,)``: whether delivered row i is the one that the engines returned for
+        ``position + i``; ``None`` if they cannot be compared.
+        """
         positions = np.arange(position, position + self.rows)
         if (
             self.routes is None
             or not self.shape_fits
             or any(self.attempt_at(int(place)) is None for place in positions)
         ):
-            return False
+            return None
         returned = self.returned(positions)
         # Engine and sample may number their layers in ways that cannot be compared.
-        comparable = self.cells(returned).shape == self.routes[:, self.columns].shape
-        return comparable and not self._differ(self.routes, returned).any()
+        if self.cells(returned).shape != self.routes[:, self.columns].shape:
+            return None
+        return ~self._differ(self.routes, returned)
 
     def attempt_at(self, position: int) -> int | None:
         """Return the attempt that captured the row of ``position``."""

@@ -162,7 +162,7 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
             " the later rows are meant, declare provenance='latest-prefill'. Compare verl #6046"
             " (ppo_kl) and #6029 (the discussion)."
         )
-    elif boundary:
+    elif boundary and declared is Provenance.AS_SAMPLED:
         hint = (
             "The last token of a segment is forwarded by the next call: its row belongs to that"
             " call. Keep rows [0, prompt + tokens - 1) of a segment and let the next one start"

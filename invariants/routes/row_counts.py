@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rollproof.core.contract import Rows
 from rollproof.invariants._shared.phrases import count
 
@@ -257,18 +259,34 @@ def _partial_array(
                 hint="On resume append the rows that the new call adds, `new[len(rows):]`.",
                 where={**where, "segment": number},
             )
-    if rows < allowed and len(view.request.prompt_ids) == allowed - rows:
-        return CountCause(
-            observed=(
-                f"{rows} rows: those of the response alone; row 0 belongs to position"
-                f" {allowed - rows}"
-            ),
-            hint=(
-                "Keep the rows of the prompt too, or declare the position of row 0"
-                " (Rollout.routes_start)."
-            ),
-            where={"position": allowed - rows},
-        )
+    if 0 < rows < allowed:
+        missing = _missing_stretch(evidence, allowed - rows)
+        begins = evidence.start + allowed - rows
+        # without rows to compare with, their number alone says that
+        if missing in (None, evidence.start) and len(view.request.prompt_ids) == allowed - rows:
+            return CountCause(
+                observed=(
+                    f"{rows} rows: those of the response alone; row 0 belongs to position {begins}"
+                ),
+                hint=(
+                    "Keep the rows of the prompt too, or declare the position of row 0"
+                    " (Rollout.routes_start)."
+                ),
+                where={"position": begins},
+            )
+        if missing is not None and evidence.start < missing < evidence.end:
+            return CountCause(
+                observed=(
+                    f"{rows} rows: those of {_positions(missing, allowed - rows)} are missing,"
+                    " and the rows after them are there"
+                ),
+                hint=(
+                    "A call returns rows for everything that it sends, tokens of the environment"
+                    " and the last token of the call before included: append those that are not"
+                    " there yet, `new[len(rows):]`, not as many as tokens were sampled."
+                ),
+                where={"position": missing},
+            )
     change = (
         f"{count(allowed - rows, 'row')} missing"
         if rows < allowed
@@ -279,3 +297,20 @@ def _partial_array(
         hint="Every change of the tokens must be made to the rows at the same position.",
         where=where,
     )
+
+
+def _positions(first: int, number: int) -> str:
+    """Return ``number`` positions from ``first`` on, in words."""
+    return f"position {first}" if number == 1 else f"positions {first}-{first + number - 1}"
+
+
+def _missing_stretch(evidence: RouteEvidence, number: int) -> int | None:
+    """Return the first of ``number`` neighbouring positions without whose rows the delivered ones
+    are those that the engines returned; ``None`` if there are none, or nothing to compare with.
+    """
+    before = evidence.same_from(evidence.start)
+    after = evidence.same_from(evidence.start + number)
+    if before is None or after is None:
+        return None
+    right = len(before) if before.all() else int(np.argmin(before))
+    return evidence.start + right if after[right:].all() else None

@@ -210,6 +210,14 @@ def _changed_answer(
             " two turns join (verl #6921), or an answer was cut by a limit that the contract does"
             " not declare (limits)."
         )
+    elif actual in view.request.turns:
+        other = view.request.turns.index(actual)
+        title = f"Turn {number} of the environment is answered by that of turn {other}"
+        kind = "an answer of another turn"
+        hint = (
+            "The answers are counted by something else than the turns that the model ended, such"
+            " as calls: an aborted call, a retry or an empty reply is no turn."
+        )
     else:
         title = f"Turn {number} of the environment was changed"
         kind = "a turn of the environment was changed"

@@ -112,6 +112,11 @@ def versions_present(view: RequestView, out: Collector) -> None:
                 "Version 0 is false in a condition: `if version:` drops it, `if version is"
                 " not None:` does not."
                 if all(part.shown == 0 for part in shown_parts)
+                # an unknown version of other tokens may have been spread over these
+                and len(shown_parts) == len(parts)
+                else "The engine showed no version for other tokens of the sample: that of one"
+                " token or call was given to all of them. Tag every token by its own reply."
+                if len(shown_parts) < len(parts)
                 else (
                     "The stack dropped the tag; without it staleness cannot be bounded, and"
                     " the sample cannot be scored under its own weights."

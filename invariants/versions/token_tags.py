@@ -227,12 +227,37 @@ def _wrong_tags(
             segment=view.segment_of(len(rollout.prompt_ids) + first[0]),
             version=first[1],
         ),
-        hint=(
-            "The tag was published after the token was sampled: it was read after the reply,"
-            " not with it (AReaL #1569)."
-            if later
-            else (
-                "An older tag was kept when the weights changed: read the version with every reply."
-            )
-        ),
+        hint=_tag_hint(rollout, parts, later=later),
     )
+
+
+def _tag_hint(rollout: Rollout, parts: Sequence[Sampler], *, later: bool) -> str:
+    if _are_closed_up(rollout, parts):
+        return (
+            "The tags are right, and not at their tokens: tokens of the environment have none, so"
+            " that each turn after them is tagged too early. Append a tag (None) for each of these"
+            " tokens too."
+        )
+    if later:
+        return (
+            "The tag was published after the token was sampled: it was read after the reply, not"
+            " with it (AReaL #1569)."
+        )
+    return "An older tag was kept when the weights changed: read the version with every reply."
+
+
+def _are_closed_up(rollout: Rollout, parts: Sequence[Sampler]) -> bool:
+    """Whether there are tags of the sampled tokens alone, one after the other without the gaps that
+    the environment's tokens leave.
+    """
+    tags = rollout.token_versions
+    sampled = sum(part.end - part.start for part in parts)
+    if tags is None or sampled == len(tags) or any(tag is not None for tag in tags[sampled:]):
+        return False
+    place = 0
+    for part in parts:
+        length = part.end - part.start
+        if any(key(tag) not in (part.labels or ()) for tag in tags[place : place + length]):
+            return False
+        place += length
+    return True

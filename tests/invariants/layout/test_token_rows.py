@@ -56,6 +56,18 @@ def test_moved_captured_rows_are_named_by_what_they_hold(by: int, holds: str, na
     assert f"row 0 holds {holds}; so for 3 of 3 rows{named}" == result.findings[0].observed
 
 
+@pytest.mark.parametrize("held", [1, 3])
+def test_rows_that_filler_was_written_over_did_not_move(held: int) -> None:
+    """A row that is in no place any more was lost; one that is in another place moved."""
+    made = call(held + 1, held=(held,))
+    lost = verdict("layout.final-row", laid("complete", made, with_row(0, [0, 1])))
+    assert "captured rows were overwritten" == lost.findings[0].title
+    assert "shift" not in lost.findings[0].observed
+    moved = verdict("layout.final-row", laid("complete", made, turned(1)))
+    assert "captured rows moved when filler was added" == moved.findings[0].title
+    assert moved.findings[0].observed.endswith(": this is a shift by one row")
+
+
 @pytest.mark.parametrize(
     ("change", "rows"),
     [

@@ -356,7 +356,7 @@ _EACH_ONE = (Segment(3, 1), Segment(1, 2), Segment(1, 3), Segment(2, 4))
         ("as-sampled", _EACH_ONE, 5, [7, 8], 3, "The older rows were replaced"),
         ("as-sampled", _EACH_ONE, 1, [0], 3, "On resume keep all rows that are there"),
         ("as-sampled", _EACH_ONE, 2, [1], 3, "The last token of a segment is forwarded"),
-        ("latest-prefill", _EACH_ONE, 5, [8], 2, "The last token of a segment is forwarded"),
+        ("latest-prefill", _EACH_ONE, 5, [8], 2, "Rows of an earlier call were kept"),
         ("latest-prefill", _EACH_ONE, 5, [6], 2, "Rows of an earlier call were kept"),
     ],
 )

@@ -150,6 +150,26 @@ def test_rows_of_the_first_segment_or_of_the_response_alone_are_recognised() -> 
     assert 5 == finding.where["position"]
 
 
+@pytest.mark.parametrize(
+    ("left_out", "words", "position"),
+    [
+        (slice(3, 4), "8 rows: those of position 3 are missing, and the rows after", 3),
+        (slice(1, 6), "4 rows: those of positions 1-5 are missing, and the rows after", 1),
+        (slice(0, 5), "4 rows: those of the response alone; row 0 belongs to position 5", 5),
+        (slice(4, 9), "4 rows: 5 rows missing", 4),
+    ],
+)
+def test_missing_rows_are_found_by_what_is_there(
+    left_out: slice, words: str, position: int
+) -> None:
+    """As many rows as the response alone has may be others: the values tell which are missing."""
+    story = RoutedRequest()
+    rows = np.delete(story.good(), left_out, axis=0)
+    finding = only_finding(story.judged(rows), "routes.rows")
+    assert finding.observed.startswith(words)
+    assert position == finding.where["position"]
+
+
 def test_an_array_of_one_row_is_repeated_at_position_0() -> None:
     """A prompt of one token, and a first call that sampled one."""
     story = RoutedRequest(segments=(Segment(1, 1), Segment(2, 2)), prompt=1)

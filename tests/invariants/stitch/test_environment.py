@@ -44,6 +44,12 @@ def held(response: tuple[int, ...], mask: tuple[int, ...] | None = None) -> Trac
 class TestCalls:
     """What the calls carry."""
 
+    def test_the_answer_of_another_turn_is_named(self) -> None:
+        """Answers that are counted by calls skip one after an abort."""
+        finding = finds(ID, said((94, 95), (WORDS, (94, 95))))
+        assert "Turn 0 of the environment is answered by that of turn 1" == finding.title
+        assert finding.hint.startswith("The answers are counted by something else")
+
     def test_a_garbled_turn_is_found(self) -> None:
         """Tool output that was retokenised."""
         finding = finds(ID, said((91, 99, 93)))

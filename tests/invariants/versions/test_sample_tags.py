@@ -233,6 +233,17 @@ class TestPresent:
         )
         assert "Version 0 is false in a condition" in finds(self.ID, story).hint
 
+    def test_a_tag_that_is_lost_next_to_an_unknown_one_is_no_dropped_zero(self) -> None:
+        """What the engine showed for a later call, nothing, was given to all tokens."""
+        story = script_rollout(
+            ScriptedCall(tokens=(11,)),
+            ScriptedCall(tokens=(12, 13), version=1, shown=None, reason="stop"),
+            versions="token",
+            sample={"token_versions": (None, None, None)},
+        )
+        hint = finds(self.ID, story).hint
+        assert hint.startswith("The engine showed no version for other tokens of the sample")
+
     def test_an_unknown_part_makes_the_whole_unknown(self) -> None:
         """One tag for the sample may be ``None`` as soon as one token's version was not shown."""
         parts = (ScriptedCall(tokens=(11,)), ScriptedCall(tokens=(12,), shown=None, reason="stop"))

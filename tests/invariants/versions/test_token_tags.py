@@ -249,6 +249,20 @@ class TestTokenTags:
         )
         assert ("version 0 at response index 3", 3) == (finding.observed, finding.where["index"])
 
+    def test_tags_that_leave_out_the_environment_are_told_from_late_ones(self) -> None:
+        """Every tag is right, and stands as many tokens too early as the environment said."""
+        turns = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(tokens=(12, 13), observed=(91, 92)),
+            ScriptedCall(tokens=(14,), version=1, reason="stop"),
+        )
+        for tags, hint in (
+            ((0, 0, 0, 1, None, None), "The tags are right, and not at their tokens"),
+            ((0, None, None, 1, 1, 1), "The tag was published after the token was sampled"),
+        ):
+            story = script_rollout(*turns, versions="token", sample={"token_versions": tags})
+            assert finds(self.ID, story).hint.startswith(hint)
+
     def test_a_label_that_the_server_still_showed_is_none_of_the_new_weights(self) -> None:
         """An update of vLLM names no version: the server shows the old label for the new weights
         until theirs is published.
