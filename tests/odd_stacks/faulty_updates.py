@@ -73,9 +73,7 @@ class OnlyBusyServersAreCleared(Control):
 
     async def roll(self, weights, label, servers):
         try:
-            await self.each(
-                servers, lambda s: s.pause("abort", clear_cache=bool(s.in_flight))
-            )
+            await self.each(servers, lambda s: s.pause("abort", clear_cache=bool(s.in_flight)))
             await self.each(servers, lambda s: s.load(weights, label))
         finally:
             await self.each(servers, lambda s: s.resume())

@@ -297,8 +297,8 @@ def _balancing(corner: Corner) -> Iterator[Case]:
     yield corner.case(lags, leaves, act(ActionKind.ABORT, half), **pair)
     yield corner.case(lags, act(ActionKind.KILL, half, server="s0", steps=40), **pair)
     yield corner.case(lags, leaves, act(ActionKind.SYNC, 1, "r1"), **pair)
-    # Wherever r0 runs, its server has newer weights than the one that it moves to. A stack that takes
-    # the next server after each abort has left that server by then, and is there again in between.
+    # Wherever r0 runs, its server has newer weights than the one that it moves to. A stack that
+    # takes the next server after each abort has left it by then, and is there again in between.
     aborts = (act(ActionKind.ABORT, tokens) for tokens in (half, half + 2))
     moves = replace(leaves, server=None), *aborts
     yield corner.case(act(ActionKind.SKEW, 1), *moves, **pair)
