@@ -9,9 +9,12 @@ from rollproof.invariants.lifecycle import (
     aborted_samples,
     aborts,
     consumption,
+    counters,
     endings,
+    server_deaths,
     stray_calls,
     turns,
+    unexplained_errors,
 )
 from rollproof.judging.checks import Check
 
@@ -20,9 +23,9 @@ __all__ = ["CHECKS"]
 CHECKS: tuple[Check, ...] = (
     endings.lifecycle_ends_once,
     endings.lifecycle_no_hang,
-    endings.lifecycle_no_error_without_fault,
-    endings.lifecycle_counters_return,
-    endings.lifecycle_survives_death,
+    unexplained_errors.lifecycle_no_error_without_fault,
+    counters.lifecycle_counters_return,
+    server_deaths.lifecycle_survives_death,
     endings.lifecycle_drops_only_as_declared,
     stray_calls.lifecycle_no_orphan_calls,
     stray_calls.lifecycle_no_call_after_end,
