@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,30 @@ if TYPE_CHECKING:
 __all__ = ["set_aside_chains"]
 
 _Token: TypeAlias = "tuple[int, float, Version]"
-_Fit: TypeAlias = "tuple[bool, bool, int, int, int, int, bool]"
+
+
+class _Fit(NamedTuple):
+    """How well a chain makes the sample, in the order in which it counts.
+
+    exact: Whether the sample has all tokens that the chain brought, and no others.
+    part: Whether the sample is the beginning of them.
+    tokens: How many leading tokens agree.
+    logprobs, rows, tags: How many logprobs, route rows and version tags agree.
+    finish: Whether the reasons of their ends agree.
+    """
+
+    exact: bool
+    part: bool
+    tokens: int
+    logprobs: int
+    rows: int
+    tags: int
+    finish: bool
+
+    @property
+    def content(self) -> tuple[bool, bool, int, int, int]:
+        """All but version tags and finish reason."""
+        return self[:5]
 
 
 @dataclass(eq=False, slots=True)
@@ -109,10 +132,10 @@ def set_aside_chains(view: RequestView) -> None:
         return
     fits = {id(chain): _fit(view, chain) for chain in answered}
     best = max(answered, key=lambda chain: fits[id(chain)])
-    if not fits[id(best)][0] and explains(view) and fit_together(view):
+    if not fits[id(best)].exact and explains(view) and fit_together(view):
         return
-    alike = [chain for chain in answered if fits[id(chain)][:-2] == fits[id(best)][:-2]]
-    if fits[id(best)][0] and any(_outcome(chain) != _outcome(best) for chain in alike):
+    alike = [chain for chain in answered if fits[id(chain)].content == fits[id(best)].content]
+    if fits[id(best)].exact and any(_outcome(chain) != _outcome(best) for chain in alike):
         view.undecided_race = True
         return
     own = {id(call) for call in best.calls}
@@ -176,10 +199,7 @@ def _chains(view: RequestView) -> tuple[list[_Chain], bool]:
 
 
 def _fit(view: RequestView, chain: _Chain) -> _Fit:
-    """Return how well a chain makes the sample, the tokens before their values: whether it holds
-    all that the chain brought, whether it is a part of that, how many leading tokens, logprobs,
-    rows and version tags agree, and whether the reasons of their ends do.
-    """
+    """Return how well a chain makes the sample."""
     response = () if view.rollout is None else view.rollout.response_ids
     tokens = tuple(token for token, _, _ in _tokens(chain))
     agree = next(
@@ -192,14 +212,14 @@ def _fit(view: RequestView, chain: _Chain) -> _Fit:
         if call.consumed is not None
     ]
     finish = None if view.rollout is None else view.rollout.finish_reason
-    return (
-        view.rollout is not None and tokens == response,
-        agree == len(response),
-        agree,
-        sum(logprobs for logprobs, _, _ in values),
-        sum(rows for _, rows, _ in values),
-        sum(tags for _, _, tags in values),
-        _finish(chain) == finish,
+    return _Fit(
+        exact=view.rollout is not None and tokens == response,
+        part=agree == len(response),
+        tokens=agree,
+        logprobs=sum(logprobs for logprobs, _, _ in values),
+        rows=sum(rows for _, rows, _ in values),
+        tags=sum(tags for _, _, tags in values),
+        finish=_finish(chain) == finish,
     )
 
 
