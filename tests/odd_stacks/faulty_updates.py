@@ -125,8 +125,8 @@ class RetryLeftBehind(Control):
         await super().update_weights(version)
 
 
-class OneUpdateDrops(Control):
-    """max_staleness=1 is promised, and a sample is dropped as too old after a single update."""
+class CountsUpdates(Control):
+    """Counts its updates, to see those that a rollout lived through."""
 
     contract = promise(versions="token", max_staleness=1)
     updates = 0
@@ -134,6 +134,10 @@ class OneUpdateDrops(Control):
     async def update_weights(self, version):
         self.updates += 1
         await super().update_weights(version)
+
+
+class OneUpdateDrops(CountsUpdates):
+    """max_staleness=1 is promised, and a sample is dropped as too old after a single update."""
 
     async def rollout(self, request):
         before = self.updates
@@ -141,15 +145,8 @@ class OneUpdateDrops(Control):
         return sample if self.updates == before else None
 
 
-class OneUpdateSamplesAnew(Control):
+class OneUpdateSamplesAnew(CountsUpdates):
     """max_staleness=1 is promised, and a prompt is sampled again after a single update."""
-
-    contract = promise(versions="token", max_staleness=1)
-    updates = 0
-
-    async def update_weights(self, version):
-        self.updates += 1
-        await super().update_weights(version)
 
     async def rollout(self, request):
         before = None
