@@ -169,7 +169,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             f"Call {call} sends {count(step.sent - step.delivered, 'token')} more than the"
             " prompt and what was delivered"
         )
-        hint = _extra_hint(sent, known_ids, step)
+        hint = _extra_hint(view, sent, known_ids, step)
     elif step.ended:
         kind = "a turn begins with a changed history"
         title = (
@@ -203,8 +203,15 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     )
 
 
-def _extra_hint(sent: Sequence[int], known_ids: Sequence[int], step: Step) -> str:
+def _extra_hint(
+    view: RequestView, sent: Sequence[int], known_ids: Sequence[int], step: Step
+) -> str:
     extra = tuple(sent[step.delivered :])
+    if extra in view.request.turns and extra == tuple(known_ids[-len(extra) :]):
+        return (
+            "The environment's answer was appended again: a call that returned no tokens, or was"
+            " lost, begins no new turn. Append an answer once, when the turn before it has ended."
+        )
     if extra and tuple(known_ids[-len(extra) :]) == extra:
         return (
             "The last delivered tokens were appended twice, as when a reply is added both inside"

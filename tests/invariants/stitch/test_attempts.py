@@ -27,6 +27,18 @@ class TestResumePrompt:
         story.reply(story.call(sent, max_tokens=5), (21,), "stop")
         return story
 
+    def test_an_answer_that_is_appended_again_is_named(self) -> None:
+        """After an abort without tokens the environment speaks again, and nobody had asked it."""
+        story = TraceScript()
+        story.weights(0).submit(max_tokens=40, turns=((91, 92),))
+        story.reply(story.call((1, 2), max_tokens=40), (11,), "stop")
+        story.add(Observation(request_id="r0", token_ids=(91, 92)))
+        story.reply(story.call((1, 2, 11, 91, 92), max_tokens=37), (), "abort")
+        story.reply(story.call((1, 2, 11, 91, 92, 91, 92), max_tokens=37), (13,), "stop")
+        finding = finds(self.ID, story)
+        assert finding.title.startswith("Call 3 sends 2 tokens more than the prompt")
+        assert finding.hint.startswith("The environment's answer was appended again")
+
     @pytest.mark.parametrize(
         ("sent", "title", "position", "hint"),
         [
