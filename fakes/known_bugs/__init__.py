@@ -7,6 +7,7 @@ Each module has one subject. ``rollproof known-bugs`` runs all bugs and prints w
 from __future__ import annotations
 
 from rollproof.fakes.known_bugs import (
+    batch_columns,
     batches,
     corrections,
     early_ends,
@@ -47,6 +48,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *http_replies.BUGS,
     *released_stacks.BUGS,
     *batches.BUGS,
+    *batch_columns.BUGS,
     *layout_rows.BUGS,
     *layout_ranks.BUGS,
     *layout_layers.BUGS,

@@ -6,12 +6,15 @@ responses begin at the same place. Known bugs override its methods.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.core.batch_columns import Column, ColumnExtent
 from rollproof.core.contract import (
     Contract,
     Filler,
@@ -24,9 +27,16 @@ from rollproof.core.contract import (
     Rows,
     Versions,
 )
-from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
+from rollproof.core.records import (
+    BatchRow,
+    ColumnArray,
+    IntArray,
+    LogprobArray,
+    Rollout,
+    Scalar,
+)
 
-__all__ = ["CollatedBatch", "Collator"]
+__all__ = ["CollatedBatch", "Collator", "ColumnCollator"]
 
 _A = TypeVar("_A", bound="npt.NDArray[Any]")
 
@@ -38,6 +48,8 @@ class CollatedBatch:
     tokens, attention, loss_mask, logprobs: ``(samples, places)``.
     routes: ``(samples, places, layers, top_k)``; ``None`` if no sample has routes.
     routed: ``(samples, places)``, 1 at captured rows; ``None`` if no sample has routes.
+    columns: ``(samples, places)`` each: the further columns by name.
+    values: the further values of each sample by name.
     """
 
     ids: tuple[str, ...]
@@ -47,6 +59,8 @@ class CollatedBatch:
     logprobs: LogprobArray
     routes: IntArray | None
     routed: IntArray | None
+    columns: Mapping[str, ColumnArray] = field(default_factory=dict)
+    values: tuple[Mapping[str, Scalar], ...] = ()
 
 
 class Collator:
@@ -86,6 +100,12 @@ class Collator:
             logprobs=np.stack([self.logprobs(sample) for sample in samples]),
             routes=np.stack([self.routes(sample) for sample in samples]) if has_routes else None,
             routed=np.stack([self.routed(sample) for sample in samples]) if has_routes else None,
+            columns={
+                column.name: np.stack([self.column(sample, column) for sample in samples])
+                for column in self.contract.columns
+                if column.extent.placed
+            },
+            values=tuple(self.values(sample) for sample in samples),
         )
 
     def rows(self, batch: CollatedBatch) -> list[BatchRow]:
@@ -99,6 +119,8 @@ class Collator:
                 logprobs=batch.logprobs[i],
                 routes=None if batch.routes is None else batch.routes[i],
                 routed=None if batch.routed is None else batch.routed[i],
+                columns={column: values[i] for column, values in batch.columns.items()},
+                values=batch.values[i],
             )
             for i, name in enumerate(batch.ids)
         ]
@@ -116,6 +138,13 @@ class Collator:
                 raise ValueError(
                     f"{sample.request_id}: {len(value)} {name} for {sample.total} tokens,"
                     f" {response} of them sampled."
+                )
+        for column in self.contract.columns:
+            tokens = sample.total if column.extent is ColumnExtent.TOKENS else response
+            if column.extent.per_token and len(sample.columns[column.name]) != tokens:
+                raise ValueError(
+                    f"{sample.request_id}: {len(sample.columns[column.name])} {column.name} for"
+                    f" {tokens} tokens."
                 )
 
     def start(self, sample: Rollout) -> int:
@@ -165,6 +194,53 @@ class Collator:
         """Return ``(places,)``: 1 at captured rows."""
         count = 0 if sample.routes is None else len(sample.routes)
         return _place(np.zeros(self.width, dtype=np.int64), self.start(sample), np.ones(count))
+
+    def column(self, sample: Rollout, column: Column) -> ColumnArray:
+        """Return ``(places,)``: the values of a further column, and its filler."""
+        filler = column.filler or 0.0
+        row: ColumnArray = (
+            np.full(self.width, filler, dtype=np.float32)
+            if column.is_float
+            else np.full(self.width, int(filler), dtype=np.int64)
+        )
+        if column.extent.per_token:
+            of_all = column.extent is ColumnExtent.TOKENS
+            values = self.numbers(sample, column)
+            return _place(row, self.start(sample) if of_all else self.left, values)
+        value = sample.values[column.name]
+        assert isinstance(value, int | float)
+        trained = np.flatnonzero(self.loss_mask(sample))
+        row[trained[-1:] if column.extent is ColumnExtent.LAST else trained] = value
+        return row
+
+    def numbers(self, sample: Rollout, column: Column) -> ColumnArray:
+        """Return the sample's values of a column by token."""
+        return sample.columns[column.name]
+
+    def values(self, sample: Rollout) -> Mapping[str, Scalar]:
+        """Return the further values of a row."""
+        return {
+            column.name: sample.values[column.name]
+            for column in self.contract.columns
+            if not column.extent.placed
+        }
+
+
+class ColumnCollator(Collator):
+    """A ``Collator`` of batches with further columns, one for each extent."""
+
+    contract: Contract = replace(
+        Collator.contract,
+        columns=(
+            Column(name="advantages", filler=0.0),
+            Column(name="ref_logprobs", filler=math.nan),
+            Column(name="versions", extent=ColumnExtent.TOKENS, filler=-1, dtype="int64"),
+            Column(name="outcome_advantages", extent=ColumnExtent.TRAINED, filler=0.0),
+            Column(name="rm_scores", extent=ColumnExtent.LAST, filler=0.0),
+            Column(name="reward", extent=ColumnExtent.ROW),
+            Column(name="group", extent=ColumnExtent.GROUP),
+        ),
+    )
 
 
 def _place(row: _A, start: int, values: npt.ArrayLike) -> _A:

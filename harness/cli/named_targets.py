@@ -65,7 +65,7 @@ def references() -> list[Target]:
     functions, trainers with replay, corrections.
     """
     from rollproof.fakes.clients.reference_clients import REFERENCES
-    from rollproof.fakes.trainers.reference_batches import Collator
+    from rollproof.fakes.trainers.reference_batches import Collator, ColumnCollator
     from rollproof.fakes.trainers.reference_corrections import REFERENCES as CORRECTIONS
     from rollproof.fakes.trainers.reference_layouts import MegatronLike
     from rollproof.fakes.trainers.reference_trainers import REFERENCES as TRAINERS
@@ -85,6 +85,12 @@ def references() -> list[Target]:
             name="padded-batch",
             factory=Collator,
             recipe={"reference": "padded-batch"},
+            about="batches",
+        ),
+        Target(
+            name="column-batch",
+            factory=ColumnCollator,
+            recipe={"reference": "column-batch"},
             about="batches",
         ),
         Target(

@@ -2,20 +2,26 @@
 
 No two values of a case are equal: token ids, logprobs and route rows are unique, so that a value in
 the wrong place is always noticed. Only the padding token occurs again, in the case that is about
-it. One seed gives one set of cases.
+it. Numbers of further columns occur again after 502 tokens at the earliest, integers after 100.
+One seed gives one set of cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
+from rollproof.core.batch_columns import Column, ColumnExtent
 from rollproof.core.contract import Contract, Filler, Logprobs, MissingLogprobs, Rows
-from rollproof.core.records import FinishReason, IntArray, Rollout
+from rollproof.core.records import ColumnArray, FinishReason, IntArray, Rollout
 
 __all__ = ["BatchCase", "batch_cases"]
+
+_Defect: TypeAlias = tuple[str, Callable[[Contract], bool], Callable[[Rollout], Rollout]]
 
 _LENGTHS = ((3, 4), (1, 6), (5, 1), (4, 4))
 _LONG = (12, 44)
@@ -24,6 +30,10 @@ _WIDE = (6, 9)
 """A sample of at most 16 tokens that leaves room in its batch on both sides of a malformed one."""
 _APART = 32
 """Samples begin at multiples of this many token ids."""
+_CYCLE = 251
+"""Floats of one sign that the cases have for a further column: all that eight bits tell apart."""
+_STEP = 83
+"""Numbers by which a further column is ahead of the one before: more than a batch has tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +63,8 @@ class _Maker:
         self._random = np.random.default_rng(seed)
         self._made = 0
         self._first = 10
+        # columns that are exchanged are noticed, too
+        self._drawn = {column.name: _STEP * i for i, column in enumerate(contract.columns)}
 
     def sample(self, prompt: int, response: int, *, largest: bool = False) -> Rollout:
         """Make a sample with this many prompt and response tokens.
@@ -84,7 +96,38 @@ class _Maker:
             version=1,
             min_version=1,
             max_version=1,
+            columns={
+                column.name: self._numbers(
+                    column, prompt + response if column.extent is ColumnExtent.TOKENS else response
+                )
+                for column in contract.columns
+                if column.extent.per_token
+            },
+            values={
+                column.name: (
+                    f"g{(self._made - 1) // 2}"
+                    if column.extent is ColumnExtent.GROUP
+                    else self._numbers(column, 1)[0].item()
+                )
+                for column in contract.columns
+                if not column.extent.per_token
+            },
         )
+
+    def _numbers(self, column: Column, length: int) -> ColumnArray:
+        """Return the next ``length`` numbers of a column, none of them its filler.
+
+        Floats are multiples of 1/256 that bfloat16 holds exactly; integers fit every type.
+        """
+        numbers: list[float] = []
+        while len(numbers) < length:
+            drawn = self._drawn[column.name]
+            self._drawn[column.name] += 1
+            sign = 1 if drawn // _CYCLE % 2 else -1
+            number = sign * (drawn % _CYCLE + 1) / 256 if column.is_float else drawn % 100 + 2
+            if column.filler is None or not column.equal(number, column.filler):
+                numbers.append(number)
+        return np.array(numbers, dtype=np.float32 if column.is_float else np.int64)
 
     def batch(self, *lengths: tuple[int, int]) -> list[Rollout]:
         """Make samples of these prompt and response lengths."""
@@ -135,6 +178,12 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
             samples = make.batch((3, 4), (2, 3), (4, 2))
             samples[place] = replace(samples[place], routes=None)
             yield BatchCase(name=f"a sample without routes {name}", samples=tuple(samples))
+    if any(column.extent is ColumnExtent.GROUP for column in contract.columns):
+        # a rollout that failed leaves its group with fewer samples than the others
+        yield BatchCase(
+            name="a group that lost a sample",
+            samples=tuple(_in_groups(contract, make.batch((3, 4), (2, 3), (4, 2), (1, 5), (2, 6)))),
+        )
     if contract.rows is Rows.CAPTURED_PREFIX:
         yield BatchCase(
             name="a captured prefix",
@@ -191,7 +240,7 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
 
 def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:
     """A batch of three with the defective sample in the middle, and one with it alone."""
-    for defect, ruled_out, spoil in _DEFECTS:
+    for defect, ruled_out, spoil in (*_DEFECTS, *_column_defects(contract)):
         if not ruled_out(contract):
             continue
         for alone in (True, False):
@@ -203,6 +252,13 @@ def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:
             yield BatchCase(
                 name=name, samples=tuple(chosen), defect=defect, defective=samples[1].request_id
             )
+
+
+def _in_groups(contract: Contract, samples: list[Rollout]) -> Iterator[Rollout]:
+    """Yield five samples as groups of two, one and two."""
+    labels = [column.name for column in contract.columns if column.extent is ColumnExtent.GROUP]
+    for sample, group in zip(samples, ("a", "a", "b", "c", "c"), strict=True):
+        yield replace(sample, values={**sample.values, **dict.fromkeys(labels, group)})
 
 
 def _with_rows(sample: Rollout, rows: int) -> Rollout:
@@ -227,7 +283,7 @@ def _with_token(sample: Rollout, token: int, *places: int) -> Rollout:
 
 
 def _read_only(sample: Rollout) -> Rollout:
-    for array in (sample.routes, sample.logprobs, sample.loss_mask):
+    for array in (sample.routes, sample.logprobs, sample.loss_mask, *sample.columns.values()):
         if array is not None:
             array.flags.writeable = False
     return sample
@@ -256,6 +312,27 @@ def _of_length(field: str, length: int) -> Callable[[Rollout], Rollout]:
     return spoil
 
 
+def _column_defects(contract: Contract) -> Iterator[_Defect]:
+    """Yield the defects of further columns of a sample of 2 + 5 tokens."""
+    for column in contract.columns:
+        if not column.extent.per_token:
+            continue
+        tokens = 7 if column.extent is ColumnExtent.TOKENS else 5
+        for length in (3, tokens + 3):
+            yield (
+                f"{length} {column.name} for {tokens} tokens",
+                lambda _: True,
+                partial(_with_column, name=column.name, length=length),
+            )
+
+
+def _with_column(sample: Rollout, name: str, length: int) -> Rollout:
+    """Return the sample with ``length`` values of a column: cut, or the last one repeated."""
+    values = sample.columns[name]
+    longer = np.concatenate([values, values[-1:].repeat(max(0, length - len(values)))])[:length]
+    return replace(sample, columns={**sample.columns, name: longer})
+
+
 def _has_rows(contract: Contract) -> bool:
     return contract.has_routes and contract.rows is not Rows.CAPTURED_PREFIX
 
@@ -264,7 +341,7 @@ def _has_logprobs(contract: Contract) -> bool:
     return contract.logprobs is not Logprobs.NONE
 
 
-_DEFECTS: tuple[tuple[str, Callable[[Contract], bool], Callable[[Rollout], Rollout]], ...] = (
+_DEFECTS: tuple[_Defect, ...] = (
     ("2 route rows for 7 tokens", _has_rows, lambda sample: _with_rows(sample, 2)),
     (
         "9 route rows for 7 tokens",

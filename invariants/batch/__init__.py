@@ -4,7 +4,7 @@ per-token field to its place.
 
 from __future__ import annotations
 
-from rollproof.invariants.batch import batch_routes, fields
+from rollproof.invariants.batch import batch_routes, fields, further_columns
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -16,6 +16,9 @@ CHECKS: tuple[Check, ...] = (
     fields.batch_padding,
     fields.batch_loss_mask,
     fields.batch_logprobs,
+    further_columns.batch_columns,
+    further_columns.batch_column_filler,
+    further_columns.batch_values,
     fields.batch_input,
     batch_routes.batch_routes,
     batch_routes.batch_expert_ids,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollproof.core.batch_columns import Column, ColumnExtent
 from rollproof.core.contract import Contract, Filler, Rows
 from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, IntArray
@@ -460,7 +462,27 @@ def _outcome(placed: Placed) -> str:
         sample_values = getattr(sample, field)
         if sample_values is not None and len(sample_values) != len(sample.response_ids):
             return _outcome_of_field(placed, field, len(sample_values))
-    return ""
+    return next(filter(None, map(partial(_outcome_of_column, placed), placed.contract.columns)), "")
+
+
+def _outcome_of_column(placed: Placed, column: Column) -> str:
+    """Return what became of the values of a further column that has another length."""
+    values, actual = placed.sample.columns.get(column.name), placed.row.columns.get(column.name)
+    tokens = placed.places if column.extent is ColumnExtent.TOKENS else placed.response_places
+    if values is None or actual is None or len(values) == len(tokens):
+        return ""
+    if len(actual) != len(placed.row.token_ids):
+        return f"{len(values)} were put into the batch with {count(len(tokens), 'token')}"
+    if len(values) > len(tokens):
+        return f"{len(values)} were cut to {count(len(tokens), 'token')}"
+    filled = actual[tokens[len(values) :]]
+    # NaN in a loss cannot be overlooked
+    filled = filled[~np.isnan(filled)]
+    return (
+        f"{filled[0]:g} stands for {count(len(filled), 'value')} that the sample does not have"
+        if len(filled)
+        else ""
+    )
 
 
 def _outcome_of_short_routes(placed: Placed) -> str:

@@ -84,6 +84,16 @@ class Placed:
         )
 
     @property
+    def counted(self) -> npt.NDArray[np.bool_]:
+        """``(response,)``: the response tokens that count in the loss of the row; those of the
+        sample if the row has no loss mask of its length.
+        """
+        mask = self.row.loss_mask
+        if mask is None or self.misfit("loss_mask") is not None:
+            return self.trained
+        return np.asarray(mask[self.response_places] != 0)
+
+    @property
     def captured(self) -> int:
         """The number of leading tokens with a captured row: all rows of a sample with routes except
         the filler of the last token.

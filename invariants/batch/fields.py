@@ -394,12 +394,7 @@ def batch_logprobs(batch: Conversion, out: Collector) -> None:
         if _misfit(batch, out, placed, "logprobs"):
             continue
         actual = placed.row.logprobs[placed.response_places]
-        mask = placed.row.loss_mask
-        counted = (
-            mask[placed.response_places] != 0
-            if mask is not None and placed.misfit("loss_mask") is None
-            else placed.trained
-        )
+        counted = placed.counted
         out.exercised("logprobs compared", int(counted.sum()))
         # NaN marks a token whose logprob the engine did not return.
         missing = np.isnan(sample_values)
