@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 
+from rollproof.core.batch_columns import Column
 from rollproof.core.contract import (
     Contract,
     Filler,
@@ -68,6 +69,7 @@ def skyrl_batch_contract(skyrl: SkyRL) -> Contract:
         loss_mask=True,
         filler=Filler.ARANGE if arrays else Filler.ZEROS,
         dtype=skyrl.facts.batch_dtype,
+        columns=(Column(name="rewards", filler=0.0),),
     )
 
 
@@ -122,6 +124,7 @@ class BatchTensors:
                 tensors.get("rollout_expert_indices"), i, int(len(ids) - attention.sum())
             ),
             routed=None if padding is None else 1 - array_of(padding[i]).astype(np.int64),
+            columns={"rewards": prefixed(before, array_of(tensors["rewards"][i]), 0.0)},
         )
 
     def _routes(self, routes: Any, i: int, pad: int) -> IntArray | None:
@@ -199,7 +202,7 @@ def generator_output(samples: list[Rollout], skyrl: SkyRL) -> dict[str, Any]:
     return {
         "prompt_token_ids": [list(sample.prompt_ids) for sample in samples],
         "response_ids": [list(sample.response_ids) for sample in samples],
-        "rewards": [[0.0] * len(sample.response_ids) for sample in samples],
+        "rewards": [sample.columns["rewards"].tolist() for sample in samples],
         "loss_masks": [mask_of(sample) for sample in samples],
         "stop_reasons": ["stop" for _ in samples],
         "rollout_logprobs": None if all(values is None for values in logprobs) else logprobs,
