@@ -22,7 +22,17 @@ from tests.odd_stacks import (
     odd_stops,
     odd_updates,
 )
-from tests.odd_stacks.bases import candidates, control, convo, indexed, padded, pool, thin, whole
+from tests.odd_stacks.bases import (
+    candidates,
+    column_batches,
+    control,
+    convo,
+    indexed,
+    padded,
+    pool,
+    thin,
+    whole,
+)
 
 BASES = (
     candidates.Candidates,
@@ -74,6 +84,12 @@ def test_an_unusual_batch_is_not_blamed(batches: Any) -> None:
     Every check decides.
     """
     assert 0 == rollproof.judge_batches(batches).exit_code
+
+
+@pytest.mark.parametrize("stack", [column_batches.MaskedAndSorted, column_batches.Unpadded])
+def test_an_unusual_batch_with_further_columns_is_not_blamed(stack: Any) -> None:
+    """Masked columns of sorted rows with new names of groups; columns without any padding."""
+    assert 0 == rollproof.judge_batches(stack).exit_code
 
 
 def test_unusual_layouts_are_not_blamed() -> None:
