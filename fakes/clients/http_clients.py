@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span, Version
+from rollproof.core.routes_encoding import from_flat, from_npy
 from rollproof.fakes.clients.resuming import AsSampled, PartialSample
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.http.client import BrokenReply, HttpClient, HttpReply
 from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fault_plan import FaultPlan
-from rollproof.fakes.http.routes_encoding import from_flat, from_npy
 from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
 from rollproof.fakes.http.serving import SERVERS, serve_in_memory
 from rollproof.simulation.memory_network import Network

@@ -26,13 +26,13 @@ from rollproof.core.case import Action
 from rollproof.core.events.rollout import Result, Submit
 from rollproof.core.record_validation import validate_request, validate_rollout
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.core.report_headers import INTERNAL
 from rollproof.core.trace import Recorder
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.inflight import InflightCall
-from rollproof.fakes.http.report_headers import INTERNAL
 from rollproof.fakes.http.serve_options import ServeOptions
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from rollproof.core.contract import KvPolicy
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.core.events.rollout import Fault, Weights
 from rollproof.core.records import EngineOutput, Version
+from rollproof.core.report_headers import OWNER_HEADER, ROLLOUT_HEADER
 from rollproof.core.trace import Header, Recorder, TraceSink
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import TransferFailed
@@ -27,7 +28,6 @@ from rollproof.fakes.engine.inflight import InflightCall, Wire
 from rollproof.fakes.http.call_samples import CURRENT_ROLLOUT, CallAttribution, Samples
 from rollproof.fakes.http.connections import delivery_of
 from rollproof.fakes.http.fault_plan import FaultPlan, PlanProgress, WireFault, WireFaultKind
-from rollproof.fakes.http.report_headers import OWNER_HEADER, ROLLOUT_HEADER
 from rollproof.fakes.http.request_body import BadRequest, header_of, text_of
 from rollproof.fakes.http.serve_options import ServeOptions
 

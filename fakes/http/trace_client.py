@@ -21,8 +21,8 @@ from rollproof.core.error_text import show
 from rollproof.core.events.rollout import Result, Submit
 from rollproof.core.record_validation import validate_request, validate_rollout
 from rollproof.core.records import Request, Rollout
+from rollproof.core.report_headers import OWNER_HEADER
 from rollproof.errors import UsageError
-from rollproof.fakes.http.report_headers import OWNER_HEADER
 from rollproof.store.json_format import wire_of
 
 __all__ = ["Teller"]

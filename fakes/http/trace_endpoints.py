@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rollproof.core.events.rollout import Result, Submit
+from rollproof.core.report_headers import ROLLOUT_HEADER
 from rollproof.errors import RollproofError, TraceError
 from rollproof.fakes.http.fake_server import post
-from rollproof.fakes.http.report_headers import ROLLOUT_HEADER
 from rollproof.fakes.http.request_body import BadRequest, header_of, json_body
 from rollproof.store.json_format import event_of
 

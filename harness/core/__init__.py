@@ -1,5 +1,5 @@
-"""Core: the records, contracts and events that every other layer speaks. Imports numpy and the
-standard library only.
+"""Core: the records, contracts and events that every other layer speaks. Imports no
+other layer but the errors.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from rollproof.core.error_text import describe_error_with_place, show
 from rollproof.core.events.rollout import Result, Submit
 from rollproof.core.record_validation import validate_request, validate_rollout
 from rollproof.core.records import Request, Rollout
+from rollproof.core.report_headers import INTERNAL, ROLLOUT_HEADER
 from rollproof.errors import SubjectError, UsageError
-from rollproof.fakes.http.report_headers import INTERNAL, ROLLOUT_HEADER
 from rollproof.http_clients.server_addresses import URL, address_of, known_servers
 from rollproof.store.json_format import wire_of
 

@@ -45,9 +45,9 @@ from rollproof.core.record_validation import (
     validate_row,
 )
 from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout, Version, as_tokens
+from rollproof.core.report_headers import OWNER_HEADER
 from rollproof.core.trace import Header
 from rollproof.errors import RollproofError, UsageError
-from rollproof.fakes.http.report_headers import OWNER_HEADER
 from rollproof.recording.background_writer import BackgroundWriter, Dropped
 from rollproof.recording.live_calls import RecordedActor, watch_live
 from rollproof.recording.live_trace import Counts, LiveTrace, WallClock

@@ -15,8 +15,8 @@ import pytest
 from rollproof import Contract, Request
 from rollproof.contracts import trl
 from rollproof.core.events.rollout import Call, Result, Submit
+from rollproof.core.report_headers import ROLLOUT_HEADER
 from rollproof.errors import ConformanceError, ExtraError, SubjectError, UsageError
-from rollproof.fakes.http.report_headers import ROLLOUT_HEADER
 from rollproof.http_clients import (
     aiohttp_trace,
     headers,

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollproof.core.records import EngineOutput
+from rollproof.core.routes_encoding import as_int32
 from rollproof.fakes.engine.exceptions import BadCall
 from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
 from rollproof.fakes.http.fake_server import EventStream, FinalEvent, OrjsonResponse
@@ -28,7 +29,6 @@ from rollproof.fakes.http.request_body import (
     words_of,
 )
 from rollproof.fakes.http.request_limits import check_texts
-from rollproof.fakes.http.routes_encoding import as_int32
 from rollproof.fakes.http.sglang.sglang_calls import (
     DEFAULT_MAX_TOKENS,
     SglangRequest,

@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Version
+from rollproof.core.routes_encoding import as_int32, compact
 from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
 from rollproof.fakes.http.request_body import (
     BadRequest,
@@ -21,7 +22,6 @@ from rollproof.fakes.http.request_body import (
     words_of,
 )
 from rollproof.fakes.http.request_limits import check_batch, check_prompts, check_texts
-from rollproof.fakes.http.routes_encoding import as_int32, compact
 from rollproof.fakes.http.sampling_validation import check_sglang
 from rollproof.fakes.http.serve_options import RoutesForm
 from rollproof.fakes.http.supported_fields import refuse_unsupported

@@ -12,10 +12,10 @@ from typing import Any
 from starlette.requests import Request
 
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span
+from rollproof.core.routes_encoding import as_described, as_npy
 from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
 from rollproof.fakes.http.request_body import BadRequest, field, header_of, text_of
 from rollproof.fakes.http.request_limits import check_batch
-from rollproof.fakes.http.routes_encoding import as_described, as_npy
 from rollproof.fakes.http.sampling_validation import check_vllm, vllm_salt
 from rollproof.fakes.http.serve_options import RoutesForm
 

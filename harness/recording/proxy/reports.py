@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from rollproof.core.events.rollout import Result, Submit
+from rollproof.core.report_headers import ROLLOUT_HEADER
 from rollproof.errors import TraceError
-from rollproof.fakes.http.report_headers import ROLLOUT_HEADER
 from rollproof.store.json_format import event_of
 
 __all__ = ["Report", "Reports"]

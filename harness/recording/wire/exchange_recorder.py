@@ -22,8 +22,8 @@ from rollproof.core.events.rollout import (
 )
 from rollproof.core.record_validation import validate_request, validate_rollout
 from rollproof.core.records import EngineOutput, Request, Rollout, Version
+from rollproof.core.report_headers import INTERNAL, OWNER_HEADER, ROLLOUT_HEADER
 from rollproof.errors import UsageError
-from rollproof.fakes.http.report_headers import INTERNAL, OWNER_HEADER, ROLLOUT_HEADER
 from rollproof.recording.live_trace import LiveTrace
 from rollproof.recording.wire.control_calls import Control, ControlKind, control_of, succeeded
 from rollproof.recording.wire.exchange import Exchange, How

@@ -17,7 +17,7 @@ import pybase64
 
 from rollproof.core.contract import Contract, LayerAxis
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span, Version
-from rollproof.fakes.http.routes_encoding import from_described, from_npy
+from rollproof.core.routes_encoding import from_described, from_npy
 from rollproof.recording.wire.sampling_calls import SamplingRequest, WireCall, token_array
 
 __all__ = ["PartialOutput", "RefusedReply", "UnreadableReply", "outputs_of", "streamed_outputs"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.fakes.http.routes_encoding import from_described, from_flat, from_npy
+from rollproof.core.routes_encoding import from_described, from_flat, from_npy
 from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
 from tests.fakes.http.served import Served, served
 

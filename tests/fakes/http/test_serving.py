@@ -14,11 +14,11 @@ import pytest
 from rollproof.core.case import EngineOptions, Model
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Admit, Call, Reply
+from rollproof.core.routes_encoding import from_flat
 from rollproof.core.trace import TraceSink
 from rollproof.errors import TraceError
 from rollproof.fakes.http.client import HttpClient
 from rollproof.fakes.http.engine_backend import EngineBackend
-from rollproof.fakes.http.routes_encoding import from_flat
 from rollproof.fakes.http.serve_options import RoutesForm, ServeOptions
 from rollproof.fakes.http.serving import FlushingSink, bound_socket, serving
 from rollproof.store import TraceReader, TraceWriter
