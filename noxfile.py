@@ -31,11 +31,11 @@ GROUPS = PROJECT["dependency-groups"]
 
 
 def install(session: nox.Session, *groups: str) -> None:
-    """Install the project itself, as a wheel, and dependency groups."""
+    """Install the project itself with all that its own tests import, and dependency groups."""
     # setuptools builds in build/ and packs what is there, so a module that was deleted since the
     # last build would be installed too.
     shutil.rmtree(ROOT / "build", ignore_errors=True)
-    session.install(".")
+    session.install(".[serve,gap]")
     for group in groups:
         session.install(*nox.project.dependency_groups({"dependency-groups": GROUPS}, group))
 
@@ -202,7 +202,8 @@ def lowest(session: nox.Session) -> None:
     session.run(
         *("uv", "pip", "compile", "--quiet", "--resolution", "lowest-direct"),
         *("--python", str(Path(session.bin) / "python")),
-        *("--group", "pyproject.toml:test", "pyproject.toml", "--output-file", versions),
+        *("--extra", "serve", "--extra", "gap", "--group", "pyproject.toml:test"),
+        *("pyproject.toml", "--output-file", versions),
     )
     session.install("-r", versions)
     session.install("--no-deps", ".")

@@ -5,3 +5,7 @@ the same faults.
 """
 
 from __future__ import annotations
+
+from rollproof.core.extras import require_extra
+
+require_extra("serve", "The fake HTTP servers")

@@ -16,13 +16,19 @@ def main() -> None:
     # Imported here, because the commands import numpy, pyarrow and typer: streams must be safe, and
     # Ctrl-C one line, before that.
     from rollproof.cli.safe_stdio import open_streams
+    from rollproof.core.extras import require_extra
+    from rollproof.errors import ExtraError
 
     open_streams()
     try:
+        require_extra("cli", "The commands of rollproof")
         from rollproof.cli.app import run
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # during the imports; `run` handles it later
         sys.stderr.write("rollproof: interrupted\n")
         code = 130
+    except ExtraError as error:  # of a command, `run` reports it
+        sys.stderr.write(f"rollproof: error: {error}\n")
+        code = 254
     sys.exit(code)

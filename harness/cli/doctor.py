@@ -24,11 +24,11 @@ __all__ = ["doctor"]
 _REQUIRED = (
     "numpy",
     "pyarrow",
-    "scipy",
     "hypothesis",
+    "msgspec",
+    "orjson",
+    "pybase64",
     "pytest",
-    "starlette",
-    "uvicorn",
     "typer",
     "rich",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -16,7 +16,9 @@ from rollproof.judging.report import REPORT_SCHEMA, ExitCode
 from rollproof.reporting.html.known_bugs_page import known_bugs_page_text
 from rollproof.reporting.report_files import ReportForm, json_text
 from rollproof.reporting.text import Style
-from rollproof.verification.kill_matrix import KillResult, run_kill_matrix
+
+if TYPE_CHECKING:
+    from rollproof.verification.kill_matrix import KillResult
 
 __all__ = ["known_bugs"]
 
@@ -49,6 +51,9 @@ def known_bugs(
     Bugs that you name are described. Bugs with a wrong outcome are listed, all of them with -v.
     Exit code 1 if a bug is not detected or a check fails that should not.
     """
+    # Imported here, because the bugs of HTTP clients need the extra `serve`.
+    from rollproof.verification.kill_matrix import run_kill_matrix
+
     form = None if report is None else ReportForm.of(report)
     if form is ReportForm.SARIF:
         raise UsageError(

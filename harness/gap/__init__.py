@@ -9,6 +9,10 @@ models part.
 
 from __future__ import annotations
 
+from rollproof.core.extras import require_extra
+
+require_extra("gap", "The metrics of the gap")
+
 from rollproof.gap.gap_report import GapReport, gap_lines
 from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_named
 from rollproof.gap.localise.localisation import Localisation

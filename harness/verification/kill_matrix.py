@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from rollproof.core.extras import require_extra
 from rollproof.core.progress import Progress
 from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
@@ -61,11 +62,19 @@ class KillResult:
 
 
 def known_bugs(only: Iterable[str] = ()) -> tuple[KnownBug, ...]:
-    """Return the shipped known bugs, or those named. Raises ``UsageError`` for an unknown id."""
+    """Return the shipped known bugs, or those named.
+
+    Raises:
+        UsageError: No bug has such an id.
+        ExtraError: All are meant, or an id may be that of a bug that needs an extra.
+    """
     from rollproof.fakes.known_bugs import KNOWN_BUGS
 
     ids = tuple(only)
     unknown = sorted(set(ids) - {bug.id for bug in KNOWN_BUGS})
+    if unknown or not ids:
+        # Fewer bugs without a word would read as if all were detected.
+        require_extra("serve", "The known bugs of HTTP clients")
     if unknown:
         raise UsageError(
             f"No known bug is named {' or '.join(map(repr, unknown))}; `rollproof known-bugs` lists"
