@@ -49,6 +49,7 @@ _CONTRACT = batch_contract(
     loss_mask=True,
     finish_reason=False,
     dtype="int16",
+    # of the rollouts that it is given: see rollout_contract
     provenance=Provenance.LATEST_PREFILL,
 )
 

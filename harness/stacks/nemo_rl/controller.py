@@ -277,7 +277,10 @@ def rollout_contract(fleet: Fleet, **differs: Any) -> Contract:
         # forwarded.
         "filler": Filler.ARANGE,
         "dtype": "int8|int16|int32",
-        # turns before the last get their routes from the last call
+        # Each call's rows are written over those of all earlier messages (experience/rollouts.py,
+        # _attach_routed_experts_to_message_log_prefix). docs/guides/router-replay.md promises that
+        # a token's experts are the same in rollout and training. That is more, where an update
+        # lies between two turns: declaring AS_SAMPLED is open.
         "provenance": Provenance.LATEST_PREFILL,
     }
     return client_contract(fleet, rows=Rows.ALL, resume=ResumeBy.ENGINE, **{**fields, **differs})

@@ -39,6 +39,7 @@ class MicroBatches:
         final_row=Filler.PREVIOUS,
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
+        # the turns of verifiers, as they are: see branch_contract there
         abort_surfaces=True,
         kv_policy=KvPolicy.KEEP,
         missing_logprobs=MissingLogprobs.MASKED,

@@ -67,6 +67,7 @@ def skyrl_batch_contract(skyrl: SkyRL) -> Contract:
         kv_policy=KvPolicy.KEEP,
         missing_logprobs=MissingLogprobs.MASKED,
         loss_mask=True,
+        # zeros until 0.3.0, by the docstring of get_turn_rollout_expert_indices; then SkyRL#1908
         filler=Filler.ARANGE if arrays else Filler.ZEROS,
         dtype=skyrl.facts.batch_dtype,
         columns=(Column(name="rewards", filler=0.0),),

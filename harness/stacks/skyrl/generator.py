@@ -128,6 +128,7 @@ def generator_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
         loss_mask=True,
         multi_turn=True,
         missing_logprobs=MissingLogprobs.MASKED,
-        # Until 0.3.0 the last turn's rows replace all: they come from a prefill of everything.
+        # Until 0.3.0 the last turn's rows replace all: they come from a prefill of everything. Its
+        # docstrings promise a turn's rows for what it generated, and not of which call.
         provenance=Provenance.AS_SAMPLED if skyrl.facts.keeps_rows else Provenance.LATEST_PREFILL,
     )

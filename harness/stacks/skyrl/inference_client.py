@@ -142,6 +142,7 @@ def skyrl_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
         # cleared), and a request that is aborted otherwise comes out with the word ``abort``.
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
+        # the docstring of PauseMode.ABORT: the caller gets what there is, and has to retry
         abort_surfaces=True,
         sampling=Sampling.FORWARDED,
         kv_policy=KvPolicy.KEEP,

@@ -181,6 +181,8 @@ def branch_contract(fleet: Fleet, **differs: Any) -> Contract:
         # a trace has no tag: prime-rl keeps the span of its policies separately
         "versions": Versions.NONE,
         "logprobs": Logprobs.RAW,
+        # Its ends are stop, length and tool_calls (v1/dialects/chat.py), and nothing promises to
+        # resume: what an abort left is a turn like any other.
         "abort_surfaces": True,
         "partial_off": PartialOff.SURFACED,
         "loss_mask": True,
