@@ -219,6 +219,36 @@ def lowest(session: nox.Session) -> None:
     session.run("pytest", *quiet, *tests)
 
 
+LOCKS = {file.stem: file for file in sorted((ROOT / "tools" / "locks").glob("*.txt"))}
+"""What repositories of frameworks lock, by name: constraints of pip."""
+
+
+def _locked_python(file: Path) -> str:
+    """Return the Python that a repository tests with: the second line of its file says it."""
+    return file.read_text(encoding="utf-8").splitlines()[1].removeprefix("# python: ")
+
+
+@nox.session
+@nox.parametrize(
+    "python,lock", [(_locked_python(file), name) for name, file in LOCKS.items()], ids=list(LOCKS)
+)
+def locks(session: nox.Session, lock: str) -> None:
+    """Run an example with the versions that a framework's repository locks: nightly.
+
+    `nox -s "locks(skyrl)"` runs one. tools/locks has a file for each, with date and source. pip
+    resolves the wheel against it, which fails if a bound of pyproject.toml excludes a version.
+    """
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+    session.install("--constraint", str(LOCKS[lock]), ".[serve,gap]")
+    with tempfile.TemporaryDirectory() as name:
+        # in a folder of its own, as in a repository that knows nothing of this one
+        for file in ("my_tagged_client.py", "test_my_tagged_stack.py"):
+            shutil.copy(ROOT / "docs" / "example" / file, name)
+        session.chdir(name)
+        session.run("pytest", "-q", "-p", "no:cacheprovider")
+        session.run("rollproof", "doctor")
+
+
 @nox.session
 def ray(session: nox.Session) -> None:
     """Run the tests that need Ray: its wheel alone is as large as all other packages of `cpu`."""
