@@ -23,6 +23,7 @@ from rollproof.core.limits import AnswerCut, RolloutLimits
 from rollproof.core.own_stops import OwnStops
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
+from rollproof.fakes.clients.adapter_clients import AsSampledAdapters
 from rollproof.fakes.clients.resuming import FROZEN, AsSampled, ClientOptions, PartialSample
 from rollproof.fakes.engine.flavours import ReprefillRows
 from rollproof.fakes.engine.fleet import Fleet
@@ -30,6 +31,7 @@ from rollproof.fakes.engine.fleet import Fleet
 __all__ = [
     "REFERENCES",
     "AsSampled",
+    "AsSampledAdapters",
     "AsSampledCalls",
     "AsSampledLimits",
     "AsSampledMoe",
@@ -242,6 +244,7 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "as-sampled-untagged": AsSampledUntagged,
         "as-sampled-turns": AsSampledTurns,
         "as-sampled-limits": AsSampledLimits,
+        "as-sampled-adapters": AsSampledAdapters,
         "latest-prefill": LatestPrefill,
         "latest-prefill-rows": LatestPrefillRows,
         "engine-keep": EngineKeep,

@@ -43,6 +43,7 @@ from rollproof.core.records import (
     spread,
 )
 from rollproof.fakes.engine.exceptions import EnginePaused
+from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import ReprefillRows, VersionTag
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.replies import filler_rows
@@ -256,9 +257,9 @@ class AsSampled:
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         """Call one server."""
-        request = sample.request
+        request, server = sample.request, self.fleet.servers[server_id]
         sample.attempts += 1
-        return await self.fleet.servers[server_id].generate(
+        return await server.generate(
             prompt_ids=list(sent),
             max_tokens=budget,
             request_id=self.handle(sample),
@@ -267,7 +268,12 @@ class AsSampled:
             want_routes=request.want_routes,
             want_logprobs=request.want_logprobs,
             routes_start=self.routes_start(sample),
+            adapter=self.adapter(sample, server),
         )
+
+    def adapter(self, sample: PartialSample, server: FakeEngine) -> str | None:
+        """Return the adapter that is to serve a call; ``None``: the base model."""
+        return None
 
     def handle(self, sample: PartialSample) -> str:
         """Return the handle of a call; no handle is the beginning of another."""

@@ -140,7 +140,7 @@ class ActionFleet(Protocol):
     def schedule(self) -> Schedule: ...
     @property
     def balancer(self) -> Balancer: ...
-    def train(self, *, identity: bool = False) -> int: ...
+    def train(self, *, identity: bool = False, merge: bool = False) -> int: ...
     async def update(
         self, published: Callable[[], int | None], *, prepare: Callable[[], None] = ...
     ) -> bool: ...
@@ -227,6 +227,14 @@ async def _sync_fails(fired: FiredAction) -> None:
 
 async def _sync_twice(fired: FiredAction) -> None:
     await asyncio.gather(_sync(fired), _sync(fired))
+
+
+async def _sync_merged(fired: FiredAction) -> None:
+    await fired.fleet.update(lambda: fired.fleet.train(merge=True))
+
+
+async def _evict_adapters(fired: FiredAction) -> None:
+    fired.fleet.servers[fired.action.server or fired.call.server_id].evict_adapters()
 
 
 async def _skew(fired: FiredAction) -> None:
@@ -326,4 +334,6 @@ _EFFECTS: Mapping[ActionKind, Callable[[FiredAction], Coroutine[Any, Any, None] 
     ActionKind.DROP_ROUTES: _drop_routes,
     ActionKind.DROP_LOGPROBS: _drop_logprobs,
     ActionKind.ABORT_HANDLE: _abort_handle,
+    ActionKind.SYNC_MERGED: _sync_merged,
+    ActionKind.EVICT_ADAPTERS: _evict_adapters,
 }

@@ -10,9 +10,8 @@ while calls run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resu
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Scalar, Version, as_tokens
 from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
+from rollproof.fakes.engine.adapter_loads import AdapterLoads
 from rollproof.fakes.engine.exceptions import (
     BadCall,
     EnginePaused,
@@ -30,32 +30,20 @@ from rollproof.fakes.engine.exceptions import (
     TransferFailed,
 )
 from rollproof.fakes.engine.flavours import Flavour, PausedCalls
+from rollproof.fakes.engine.harness_acts import acts_for_harness
 from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire, is_greedy
 from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
 from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
 from rollproof.simulation.virtual_loop import VirtualLoop
 
-__all__ = ["MAX_LENGTH", "FakeEngine", "harness_acts"]
+__all__ = ["MAX_LENGTH", "FakeEngine"]
 
 MAX_LENGTH = 4096
 """Default limit of a call's prompt and response together, in tokens."""
 
-# a context variable, so that engines that override `load` need not pass it on
-_HARNESS_ACTS: ContextVar[bool] = ContextVar("rollproof_harness_acts", default=False)
 
-
-@contextmanager
-def harness_acts() -> Iterator[None]:
-    """Record what is done to servers within the block as rollproof's own doing."""
-    token = _HARNESS_ACTS.set(True)
-    try:
-        yield
-    finally:
-        _HARNESS_ACTS.reset(token)
-
-
-class FakeEngine:
+class FakeEngine(AdapterLoads):
     """A server ``server_id`` with weights ``version``, shown under ``label``.
 
     Methods that represent a message to the server raise ``ServerDied`` while it is dead.
@@ -135,6 +123,7 @@ class FakeEngine:
         draw: int = 0,
         siblings: set[int] | None = None,
         wire: Wire | None = None,
+        adapter: str | None = None,
     ) -> EngineOutput:
         """Sample up to ``max_tokens`` tokens after ``prompt_ids`` and return them.
 
@@ -155,6 +144,7 @@ class FakeEngine:
             siblings: first tokens of other samples of the same HTTP request, to which this one's is
                 added: each draws another one, unless it is greedy.
             wire: the connection to the caller; ``None`` for a call within the program.
+            adapter: the name of the adapter that serves the call; ``None``: the base model does.
 
         Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` if the flavour
         raises while paused.
@@ -178,6 +168,7 @@ class FakeEngine:
             end_tokens=None if ends is None else tuple(sorted(ends & self._ends)),
             stop_token_ids=() if ends is None else tuple(sorted(ends - self._ends)),
             crossed=_crossed(ids),
+            adapter=adapter,
         )
         self._recorder.record(call)
         try:
@@ -280,6 +271,12 @@ class FakeEngine:
         versions are equal if and only if weights are. Raises ``TransferFailed`` if
         ``fail_next_load`` is set; the weights then stay.
         """
+        async with self._transferred():
+            self.load_now(version, label, identity=identity)
+
+    @asynccontextmanager
+    async def _transferred(self) -> AsyncIterator[None]:
+        """Let a transfer take its time, and run the block at its end."""
         self._refuse_dead()
         # Timers of the same moment run in no particular order, and of two transfers to one server
         # the one that began first ends first.
@@ -289,12 +286,20 @@ class FakeEngine:
             await asyncio.sleep(self.options.transfer_steps * self.options.step)
             if before is not None and not before.done():
                 await asyncio.shield(before)
-            self.load_now(version, label, identity=identity)
+            yield
         finally:
             done.set_result(None)
 
     def load_now(self, version: int, label: Version = None, *, identity: bool = False) -> None:
         """Load without letting time pass, for stacks that block while they transfer."""
+        self._break_if_planned()
+        # a procedure of a user's own does not know what an identity update is, or may be mistaken
+        same = version == self.version
+        self._scheduler.reweigh(version)
+        # a label of the old weights must never be shown for the new ones, so both change here
+        self._publish(label, loaded=True, identity=same)
+
+    def _break_if_planned(self) -> None:
         self._refuse_dead()
         if self.fail_next_load:
             self.fail_next_load = False
@@ -303,11 +308,6 @@ class FakeEngine:
                 f"The weight transfer to {self.server_id} broke in the middle; it still serves"
                 f" version {self.version}."
             )
-        # a procedure of a user's own does not know what an identity update is, or may be mistaken
-        same = version == self.version
-        self._scheduler.reweigh(version)
-        # a label of the old weights must never be shown for the new ones, so both change here
-        self._publish(label, loaded=True, identity=same)
 
     def relabel(self, label: Version) -> None:
         """Publish ``label``; the weights stay."""
@@ -337,7 +337,13 @@ class FakeEngine:
         for call in self._scheduler.clear():
             if call.wire is not None and call.wire.stream is not None and call.sampled:
                 self._recorder.record(
-                    broken_stream_reply(call, self.version, self.policy, self.flavour, self.label)
+                    broken_stream_reply(
+                        call,
+                        self._scheduler.version_of(call),
+                        self.policy,
+                        self.flavour,
+                        self._scheduler.label_of(call),
+                    )
                 )
             if not call.future.done():
                 call.future.set_exception(self._died())
@@ -383,7 +389,7 @@ class FakeEngine:
 
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
         self._scheduler.show(label)
-        if label is not None and not _HARNESS_ACTS.get():
+        if label is not None and not acts_for_harness():
             self.published = (self.version, label)
         self._recorder.record(
             Weights(
@@ -394,7 +400,7 @@ class FakeEngine:
                 identity=identity,
                 flushed=not self._scheduler.holds_kv,
                 progress=self.progress(),
-                by_harness=_HARNESS_ACTS.get(),
+                by_harness=acts_for_harness(),
             )
         )
 
@@ -418,6 +424,8 @@ class FakeEngine:
                 f"routes_start must be 0 to {length}, the length of the prompt, not"
                 f" {call.routes_start}."
             )
+        if call.adapter is not None:
+            self._scheduler.adapters.find(call.adapter)
         rejected = self._hooks.rejects(self._hooks.acting(call))
         if rejected:
             self._recorder.record(
@@ -427,10 +435,16 @@ class FakeEngine:
             raise EnginePaused(f"Server {self.server_id} is paused.")
         if not (rejected or (self.paused and self.flavour.paused_calls is PausedCalls.REJECT)):
             return None
-        return empty_abort(call.call_id, self.flavour, self.label, want_logprobs=call.want_logprobs)
+        label = self.label
+        if call.adapter is not None:
+            label = self._scheduler.adapters.find(call.adapter).label
+        return empty_abort(call.call_id, self.flavour, label, want_logprobs=call.want_logprobs)
 
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         length, request_id = len(call.prompt_ids), self._hooks.acting(call)
+        adapter = None
+        if call.adapter is not None:
+            adapter = self._scheduler.adapters.find(call.adapter)
         queued = InflightCall(
             call_id=call.call_id,
             request_id=request_id,
@@ -451,7 +465,8 @@ class FakeEngine:
             ends=self._ends,
             watched=self._hooks.watches(request_id),
             draw=self._hooks.draw(call.prompt_ids, call.sampling),
-            root=root_of(call.sampling),
+            root=root_of(call.sampling, self._scheduler.identity_of(adapter)),
+            adapter=adapter,
         )
         self._scheduler.add(queued)
         self._wake()

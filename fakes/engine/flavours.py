@@ -43,6 +43,7 @@ from rollproof.errors import UsageError
 
 __all__ = [
     "FLAVOURS",
+    "AdapterIdentity",
     "Flavour",
     "PausedCalls",
     "ReprefillRows",
@@ -78,6 +79,15 @@ class ReprefillRows(StrEnum):
     """Rows are stored by KV slot: the recompute overwrites them (SGLang #39633, #24001)."""
 
 
+class AdapterIdentity(StrEnum):
+    """What the prefix cache of an engine takes for the identity of an adapter."""
+
+    NAME = "name"
+    """Its name: KV of a former adapter of that name is used (vLLM #42125, #30931)."""
+    LOAD = "load"
+    """An id that each load gets (SGLang)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flavour:
     """Declared conventions of an engine.
@@ -99,6 +109,9 @@ class Flavour:
     routes_start: calls have the option to return routes from a row on.
     abort_by_prefix: aborting ``"1"`` also aborts ``"10"``.
     pause_modes: those that the engine offers; the fake accepts all of them.
+    adapter_identity: what separates the KV of adapters in the prefix cache.
+    adapters_in_place: an adapter may be replaced under its name; if false, that is an error, and
+        the old one must be unloaded, which waits for the calls that it serves (SGLang).
     routes_switch to repetition_over_prompt: as in ``EngineTerms``; the fake refuses every empty
         prompt.
     """
@@ -141,6 +154,8 @@ class Flavour:
     sampling: tuple[SamplingOption, ...] = ()
     penalised_logprobs: bool | None = None
     repetition_over_prompt: bool = True
+    adapter_identity: AdapterIdentity = AdapterIdentity.NAME
+    adapters_in_place: bool = True
 
     def dtype(self, num_experts: int) -> np.dtype[np.integer]:
         """Return the integer type of the rows for a model of ``num_experts``."""
@@ -321,6 +336,10 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
         # penalties change the logits before the sampler takes logprobs of either mode
         penalised_logprobs=True,
         repetition_over_prompt=False,
+        # lora_id of the registry is part of the radix cache's extra key; unload_lora_adapter waits
+        # for the requests of that id (managers/tokenizer_manager.py)
+        adapter_identity=AdapterIdentity.LOAD,
+        adapters_in_place=False,
     )
 
 

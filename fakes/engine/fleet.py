@@ -32,16 +32,19 @@ from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.balancer import Balancer
 from rollproof.fakes.engine.call_owners import CURRENT_REQUEST, CallOwners, InternalCalls
 from rollproof.fakes.engine.exceptions import ServerDied
-from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine, harness_acts
+from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
+from rollproof.fakes.engine.harness_acts import harness_acts
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.label_form import in_form
 from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.exception_policy import reraise_foreign
 
-__all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
+__all__ = ["CURRENT_REQUEST", "Fleet", "Load", "Updater"]
 
 Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
+Load: TypeAlias = "Callable[[FakeEngine, int, Version], Coroutine[Any, Any, None]]"
+"""Brings weights to a server, under a label."""
 
 
 class Fleet:
@@ -94,6 +97,7 @@ class Fleet:
         self._acting = asyncio.Lock()
         self._waiting: set[asyncio.Task[Any] | None] = set()
         self._true: dict[int, int] = {}
+        self._merged: list[int] = []
         self._synced: tuple[int, Version] = (case.first_version, label)
         # one update at a time; the known bug updates-interleave does without this lock
         self._lock = asyncio.Lock()
@@ -103,6 +107,7 @@ class Fleet:
         self._error: Exception | None = None
         self._giving_up = False
         for server in self.servers.values():
+            server.trained_on(self.base_of)
             recorder.record(
                 Weights(
                     server_id=server.server_id,
@@ -166,18 +171,33 @@ class Fleet:
         self._labels += 1
         return self._labels
 
-    def train(self, *, identity: bool = False) -> int:
-        """Make new weights and return their label; with ``identity``, label the old ones again."""
+    def train(self, *, identity: bool = False, merge: bool = False) -> int:
+        """Make new weights and return their label; with ``identity``, label the old ones again.
+
+        With ``merge`` the trainer merges its adapter into its base model, and goes on with a new
+        one.
+        """
         label = self.next_version()
         if identity:
             self._true[label] = self._trained
         else:
             self._trained = label
+        if merge:
+            self._merged.append(label)
         return label
 
     def weights_of(self, label: int | None) -> int:
         """Return the true version of the weights under ``label``; ``None`` for the newest ones."""
         return self._trained if label is None else self._true.get(label, label)
+
+    def base_of(self, version: int) -> int:
+        """Return the weights of the base model on which the adapter of ``version`` was trained:
+        ``version`` itself if the trainer merged that adapter into its base model.
+        """
+        return max(
+            (merged for merged in self._merged if merged <= version),
+            default=self.case.first_version,
+        )
 
     def set_updater(self, updater: Updater) -> None:
         """Run weight updates by ``updater(label or None)``, the subject's procedure.
@@ -280,15 +300,19 @@ class Fleet:
         mode: PauseMode | None = None,
         clear_cache: bool | None = None,
         servers: Iterable[str] | None = None,
+        load: Load | None = None,
     ) -> None:
         """Run the default weight update on all living servers, or on ``servers``: pause, load,
         resume.
 
         Updates run one after the other. ``version`` is the label to publish; ``None`` for none. The
-        servers are resumed after a failure, too. Raises the error of the transfer; a server that
-        dies meanwhile is left out.
+        servers are resumed after a failure, too. ``load(server, weights, label)`` brings the
+        weights to a server; the default is ``server.load``. Raises the error of the transfer; a
+        server that dies meanwhile is left out.
         """
-        await self._sync(version, version, mode=mode, clear_cache=clear_cache, servers=servers)
+        await self._sync(
+            version, version, mode=mode, clear_cache=clear_cache, servers=servers, load=load
+        )
 
     async def _sync(
         self,
@@ -298,6 +322,7 @@ class Fleet:
         mode: PauseMode | None = None,
         clear_cache: bool | None = None,
         servers: Iterable[str] | None = None,
+        load: Load | None = None,
     ) -> None:
         """Run ``sync``, and show ``shown`` for the label."""
         # claimed before the lock: an update loads the weights of the moment when it was called
@@ -311,8 +336,12 @@ class Fleet:
             clear = self.clear_cache if clear_cache is None else clear_cache
             try:
                 await _each(server.pause(mode, clear) for server in targets)
-                await _each(server.load(true, shown) for server in targets)
-                if servers is None:
+                if load is None:
+                    await _each(server.load(true, shown) for server in targets)
+                else:
+                    await _each(load(server, true, shown) for server in targets)
+                # what a procedure of its own brings may be an adapter, and no base model
+                if servers is None and load is None:
                     self._synced = (true, shown)
             finally:
                 await _each(server.resume() for server in targets)
@@ -334,6 +363,10 @@ class Fleet:
                 label = self._shown(label)
             with harness_acts():
                 self._server(server_id).revive(version, label)
+                # whoever restarts a server gives it the adapters that the others have
+                if any(server.adapters for server in self.servers.values()):
+                    others = [server for server in alive if server.version == version]
+                    self._server(server_id).restore_adapters(others)
 
     def relabel(self) -> None:
         """Publish a new label on every living server; the weights stay."""

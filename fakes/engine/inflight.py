@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rollproof.core.engine_contract import StreamMode
 from rollproof.core.records import FinishReason, Scalar, Version
 from rollproof.fakes.coded.policy import PrefixState
+from rollproof.fakes.engine.adapters import LoadedAdapter
 from rollproof.fakes.engine.flavours import Flavour, ReprefillRows
-from rollproof.fakes.engine.kv_cache import KeySpan, Kv, clipped, key_of
+from rollproof.fakes.engine.kv_cache import KeySpan, Kv, Root, clipped, key_of
 
 __all__ = ["FirstDraw", "InflightCall", "Wire", "is_greedy"]
 
@@ -91,6 +92,7 @@ class InflightCall:
     kept_rows: rows that outlive their KV.
     lost_after, late_by, duplicated: planned faults of the reply, in steps.
     wire: the connection to the caller; ``None`` for a call within the program.
+    adapter: the adapter that serves it; ``None``: the base model does.
     """
 
     call_id: int
@@ -117,7 +119,7 @@ class InflightCall:
     draw: FirstDraw = field(default_factory=lambda: FirstDraw())
     drawn: int | None = None
     shares: bool = True
-    root: Hashable = None
+    root: Root = field(default_factory=lambda: Root())
     cached: int | None = None
     admission_label: Version = None
     keys: list[tuple[int, Version]] = field(default_factory=list)
@@ -128,18 +130,19 @@ class InflightCall:
     duplicated: bool = False
     ended: tuple[FinishReason, Version] | None = None
     wire: Wire | None = None
+    adapter: LoadedAdapter | None = None
 
     @property
     def sampled(self) -> int:
         """Tokens sampled so far."""
         return len(self.ids) - self.prompt_len
 
-    def settle(self, version: int) -> None:
+    def settle(self, version: Version) -> None:
         """Write down the KV that decoding under ``version`` has computed since the last time."""
         if self.decoding:
             self.kv.forward(version, len(self.ids) - 1)
 
-    def rekey(self, version: int) -> None:
+    def rekey(self, version: Version) -> None:
         """From here on, decode under weights ``version``."""
         if self.decoding:
             self.mark_key(key_of(version, self.kv.weights))

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from rollproof.core.records import Span, Version
 from rollproof.fakes.coded.policy import mixed_key
+from rollproof.fakes.engine.adapters import AlteredKey
 
 __all__ = [
+    "ALTERED",
     "MIXED",
     "KeySpan",
     "Kv",
     "PrefixCache",
+    "Root",
     "as_spans",
     "clipped",
     "key_of",
@@ -29,6 +32,8 @@ __all__ = [
 
 MIXED = "mixed"
 """The label of mixed values in the ground truth of a trace."""
+ALTERED = "altered"
+"""The label of values that the weights of no version give."""
 
 
 class KeySpan(NamedTuple):
@@ -37,21 +42,32 @@ class KeySpan(NamedTuple):
     start: int
     stop: int
     key: Version
-    weights: frozenset[int]
+    weights: frozenset[Version]
 
 
-def key_of(version: int, weights: frozenset[int]) -> Version:
+def key_of(version: Version, weights: frozenset[Version]) -> Version:
     """Return the key of a forward under ``version`` over a prefix of ``weights``.
 
     It is the same for every later position of a mixed sequence, so that a mixed stretch is one
     span.
     """
-    return version if weights <= {version} else mixed_key(version, sorted(weights | {version}))
+    if weights <= {version}:
+        return version
+    return mixed_key(version, sorted(weights | {version}, key=_order))
+
+
+def _order(version: Version) -> tuple[bool, int, str]:
+    number = isinstance(version, int)
+    return not number, version if isinstance(version, int) else 0, str(version)
 
 
 def label_of(key: Version) -> Version:
-    """Return the version of a key in the ground truth of a trace; ``"mixed"`` for mixed weights."""
-    return key if isinstance(key, int) else MIXED
+    """Return the version of a key in the ground truth of a trace; ``"mixed"`` for mixed weights,
+    and ``"altered"`` for weights of no version.
+    """
+    if isinstance(key, int):
+        return key
+    return ALTERED if isinstance(key, AlteredKey) else MIXED
 
 
 def clipped(spans: Sequence[KeySpan], start: int, stop: int) -> list[KeySpan]:
@@ -89,9 +105,9 @@ class Kv:
 
     spans: list[KeySpan] = field(default_factory=list)
     computed: int = 0
-    weights: frozenset[int] = frozenset()
+    weights: frozenset[Version] = frozenset()
 
-    def forward(self, version: int, stop: int) -> Version:
+    def forward(self, version: Version, stop: int) -> Version:
         """Compute positions up to ``stop`` under ``version``; return the key of those forwards."""
         key = key_of(version, self.weights)
         # extend the last span: most calls have one span all their life
@@ -115,13 +131,28 @@ class Kv:
         self.spans, self.computed, self.weights = [], 0, frozenset()
 
 
-def root_of(sampling: Mapping[str, Any]) -> Hashable:
+class Root(NamedTuple):
+    """What calls must have in common to share prefixes.
+
+    ``adapter`` is what an engine takes for the identity of the adapter; ``None`` for the base
+    model.
+    """
+
+    cache_salt: Hashable = None
+    extra_key: Hashable = None
+    adapter: Hashable = None
+
+
+def root_of(sampling: Mapping[str, Any], adapter: Hashable = None) -> Root:
     """Return the root of a call's prefixes in the cache.
 
     Calls share prefixes only if their ``cache_salt`` (vLLM, SGLang) and ``extra_key`` (SGLang) are
-    equal.
+    equal, and what their engine takes for the identity of their adapter.
     """
-    return sampling.get("cache_salt"), sampling.get("extra_key")
+    return Root(sampling.get("cache_salt"), sampling.get("extra_key"), adapter)
+
+
+_Entry: TypeAlias = "tuple[int, Version, frozenset[Version]]"
 
 
 class PrefixCache:
@@ -133,9 +164,7 @@ class PrefixCache:
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._entries: OrderedDict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = (
-            OrderedDict()
-        )
+        self._entries: OrderedDict[tuple[Hashable, int], _Entry] = OrderedDict()
         self._nodes = 0
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from rollproof.fakes.engine.kv_cache import KeySpan, as_spans
 
 __all__ = ["broken_stream_reply", "caller_copy", "empty_abort", "filler_rows", "reply_to"]
 
-_NO_WEIGHTS: frozenset[int] = frozenset()
+_NO_WEIGHTS: frozenset[Version] = frozenset()
 
 
 def reply_to(call: InflightCall, policy: CodedPolicy, flavour: Flavour) -> Reply:
@@ -57,7 +57,7 @@ def reply_to(call: InflightCall, policy: CodedPolicy, flavour: Flavour) -> Reply
 
 
 def broken_stream_reply(
-    call: InflightCall, version: int, policy: CodedPolicy, flavour: Flavour, label: Version
+    call: InflightCall, version: Version, policy: CodedPolicy, flavour: Flavour, label: Version
 ) -> Reply:
     """Return what a stream had delivered when its server, with weights ``version``, died.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 
 from rollproof.core.call_ownership import CallOwner
 from rollproof.core.case import EngineOptions
@@ -17,7 +17,9 @@ from rollproof.core.records import FinishReason, Scalar, Version
 from rollproof.core.trace import Recorder
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.fakes.engine.flavours import Flavour
+from rollproof.fakes.engine.adapters import AdapterTable, LoadedAdapter
+from rollproof.fakes.engine.exceptions import BadCall
+from rollproof.fakes.engine.flavours import AdapterIdentity, Flavour
 from rollproof.fakes.engine.inflight import FirstDraw, InflightCall
 from rollproof.fakes.engine.kv_cache import PrefixCache
 from rollproof.fakes.engine.replies import reply_to
@@ -98,6 +100,7 @@ class Scheduler:
         self.queue: deque[InflightCall] = deque()
         self.running: dict[int, InflightCall] = {}
         self.cache: PrefixCache = PrefixCache()
+        self.adapters: AdapterTable = AdapterTable(server_id, recorder)
         self._server_id = server_id
         self._policy = policy
         self._flavour = flavour
@@ -128,6 +131,8 @@ class Scheduler:
             if len(self.running) >= self._options.max_batch or not self._room_for(call):
                 return
             self.queue.remove(call)
+            if call.adapter is not None and not self._bind(call, call.adapter):
+                continue
             call.running = call.started = True
             self.running[call.call_id] = call
             self._recorder.record(Admit(call_id=call.call_id, server_id=self._server_id))
@@ -136,7 +141,7 @@ class Scheduler:
                 call.kv.adopt(self.cache.find(call.ids, len(call.ids) - 1, call.root))
             if call.cached is None:
                 call.cached = call.kv.computed
-                call.admission_label = self.label
+                call.admission_label = self.label_of(call)
             self._hooks.admitted(call)
 
     def step(self) -> None:
@@ -173,14 +178,14 @@ class Scheduler:
     def end(self, call: InflightCall, reason: FinishReason) -> None:
         """End a call: it leaves the batch, and its caller can take the reply."""
         # the reply and the prefix cache need the KV up to the last token
-        call.settle(self.version)
+        call.settle(self.version_of(call))
         if self.running.pop(call.call_id, None) is None:
             if call in self.queue:
                 self.queue.remove(call)
         else:
             self._share(call)
         if not call.future.done():
-            call.ended = (reason, self.label)
+            call.ended = (reason, self.label_of(call))
             call.future.set_result(None)
 
     def reply(self, call: InflightCall) -> Reply:
@@ -218,7 +223,7 @@ class Scheduler:
         ]
         # from the youngest on, so that the oldest ends up at the head of the queue
         for call in reversed(calls):
-            call.settle(self.version)
+            call.settle(self.version_of(call))
             call.drop_kv(self._flavour)
             call.running = call.deferred = False
             del self.running[call.call_id]
@@ -229,16 +234,60 @@ class Scheduler:
         """Compute under weights ``version`` from the next step on."""
         # KV up to here is of the old weights; later forwards read it and are coded as mixed
         for call in self.running.values():
-            call.settle(self.version)
-            call.rekey(version)
+            call.settle(self.version_of(call))
         self.version = version
+        for call in self.running.values():
+            call.rekey(self.version_of(call))
 
     def show(self, label: Version) -> None:
         """Show ``label`` from the next token on."""
         self.label = label
         for call in self.in_flight:
-            if call.labels:
+            if call.labels and call.adapter is None:
                 call.mark_label(label)
+
+    def version_of(self, call: InflightCall) -> Version:
+        """Return the key of the weights that compute for a call."""
+        return self.version if call.adapter is None else call.adapter.key(self.version)
+
+    def label_of(self, call: InflightCall) -> Version:
+        """Return the label that is shown for a call."""
+        return self.label if call.adapter is None else call.adapter.label
+
+    def identity_of(self, adapter: LoadedAdapter | None) -> Hashable:
+        """Return what the prefix cache takes for the identity of an adapter."""
+        if adapter is None:
+            return None
+        by_load = self._flavour.adapter_identity is AdapterIdentity.LOAD
+        return adapter.name, adapter.number if by_load else 0
+
+    def _bind(self, call: InflightCall, adapter: LoadedAdapter) -> bool:
+        """Make the adapter of a call ready; return False if the call is refused."""
+        # SGLang looks the name up only when it is resumed (tokenizer_manager.py), vLLM at once
+        if not call.started and not self._flavour.adapters_in_place:
+            try:
+                adapter = self.adapters.find(adapter.name)
+            except BadCall as error:
+                call.future.set_exception(error)
+                return False
+            if adapter is not call.adapter:
+                call.adapter = adapter
+                call.root = call.root._replace(adapter=self.identity_of(adapter))
+        if adapter.evicted:
+            self.adapters.reload(adapter)
+        return True
+
+    def replace_adapter(self, old: LoadedAdapter, new: LoadedAdapter) -> None:
+        """Give an adapter other weights in place, also under the calls that run by it."""
+        calls = [call for call in self.running.values() if call.adapter is old]
+        for call in calls:
+            call.settle(self.version_of(call))
+        old.version, old.base, old.label, old.scale = new.version, new.base, new.label, new.scale
+        old.evicted = False
+        for call in calls:
+            call.rekey(self.version_of(call))
+            if call.labels:
+                call.mark_label(old.label)
 
     def clear_cache(self) -> None:
         """Clear the prefix cache; running calls keep their KV and share it no more."""
@@ -282,11 +331,11 @@ class Scheduler:
         count = missing if chunk is None else min(chunk, missing)
         if not count:
             return 0
-        key = call.kv.forward(self.version, call.kv.computed + count)
+        key = call.kv.forward(self.version_of(call), call.kv.computed + count)
         if count == missing:
             call.decoding = True
             call.mark_key(key)
-            call.mark_label(self.label)
+            call.mark_label(self.label_of(call))
             self._share(call)
         return count
 

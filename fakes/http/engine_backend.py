@@ -20,7 +20,7 @@ from rollproof.core.records import EngineOutput, Version
 from rollproof.core.report_headers import OWNER_HEADER, ROLLOUT_HEADER
 from rollproof.core.trace import Header, Recorder, TraceSink
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.fakes.engine.exceptions import TransferFailed
+from rollproof.fakes.engine.exceptions import BadCall, TransferFailed
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
@@ -57,6 +57,7 @@ class CallSpec:
         prompt_logprobs: first token of the prompt that gets a logprob; -1: none.
         top_logprobs: alternatives for each token.
         ids: whether the client speaks in token ids: it sent them, or requested them back.
+        adapter: the name of the adapter that serves the call; ``None``: the base model.
     """
 
     prompt: tuple[int, ...]
@@ -69,6 +70,7 @@ class CallSpec:
     prompt_logprobs: int = -1
     top_logprobs: int = 0
     ids: bool = False
+    adapter: str | None = None
 
 
 class EngineBackend:
@@ -104,6 +106,7 @@ class EngineBackend:
         self.samples: Samples | None = None
         self.attribution: CallAttribution | None = None
         self._rids: set[str] = set()
+        self._adapters: set[str] = set()
         self._versions: dict[str, int] = {} if first is None else first._versions
         if existing is not None:
             self.engine: FakeEngine
@@ -236,8 +239,12 @@ class EngineBackend:
                 routes_start=spec.routes_start,
                 siblings=siblings,
                 wire=wire,
+                adapter=spec.adapter,
             )
             return output
+        except BadCall as error:
+            # an adapter may be gone by the time that a parked call is admitted
+            raise BadRequest(str(error)) from error
         finally:
             if self.samples is not None:
                 self.samples.answered(spec.rid, spec.prompt, output if wire.open else None)
@@ -322,6 +329,42 @@ class EngineBackend:
             await self.load(name, label, flush=flush)
         except TransferFailed as error:
             raise BadRequest(str(error), 500) from error
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = True) -> bool:
+        """Load the adapter of ``path`` under ``name``; return False if the engine has one of that
+        name, and keeps it.
+
+        Raises:
+            BadRequest: the flavour cannot replace an adapter, or the schedule of faults says so.
+        """
+        try:
+            loaded = await self.engine.load_adapter(name, self.version_of(path), in_place=in_place)
+        except BadCall as error:
+            raise BadRequest(str(error), param="lora_name") from error
+        except TransferFailed as error:
+            raise BadRequest(str(error), 500) from error
+        self._adapters.add(name)
+        return loaded
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Unload an adapter; return False if the engine has none of that name."""
+        if name not in self.engine.adapters:
+            return False
+        await self.engine.unload_adapter(name)
+        return True
+
+    def adapter_named(self, model: str) -> str | None:
+        """Return the adapter that a client calls by the name of a model; ``None``: it is a name of
+        the base model, which may have any.
+
+        Raises:
+            BadRequest: it is the name of an adapter that was unloaded.
+        """
+        if model in self.engine.adapters:
+            return model
+        if model in self._adapters:
+            raise BadRequest(f"The model `{model}` does not exist.", 404, param="model")
+        return None
 
     async def update_weights(self, name: str | None = None) -> None:
         """Bring weights to every server of the trace, as a trainer does that stops the engines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rollproof.errors import ExtraError
 from rollproof.fakes.known_bugs import (
+    adapters,
     batch_columns,
     batches,
     corrections,
@@ -49,6 +50,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *engine_capture.BUGS,
     *versions.BUGS,
     *weights.BUGS,
+    *adapters.BUGS,
     *lifecycle.BUGS,
     *_HTTP_BUGS,
     *released_stacks.BUGS,

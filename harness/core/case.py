@@ -69,6 +69,14 @@ class ActionKind(StrEnum):
     """The reply of the triggering call comes without logprobs."""
     ABORT_HANDLE = "abort-handle"
     """Abort by the handle of the triggering request's call, which ends every call that has it."""
+    SYNC_MERGED = "sync-merged"
+    """A weight update after which the trainer goes on with a new adapter: it has merged the old one
+    into its base model.
+    """
+    EVICT_ADAPTERS = "evict-adapters"
+    """The adapters of ``server`` make room for others: a call that names one has it loaded
+    again.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,7 @@ from rollproof.verification.schedules import (
     profile_named,
     random_cases,
     scope_families,
+    with_fitting_updates,
     within_limits,
 )
 from rollproof.verification.shrinking import shrink
@@ -247,7 +248,7 @@ def _fitted(case: Case, contract: Contract) -> Case | None:
     ):
         mode = PauseMode.KEEP if case.pause_mode is PauseMode.IN_PLACE else case.pause_mode
         case = replace(case, clear_cache=True, pause_mode=mode)
-    return within_limits(case, contract)
+    return within_limits(with_fitting_updates(case, contract), contract)
 
 
 def _distinct(cases: Iterable[Case | None]) -> Iterator[Case]:

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _MIXED = "mixed"
+_ALTERED = "altered"
 
 
 def _engine_contract(view: RequestView) -> Contract:
@@ -73,7 +74,7 @@ def routes_engine(view: RequestView, out: Collector) -> None:
                 min(span.end, reply.output.routes_start + len(routes), len(ids)),
             )
             # Rows over KV of several versions are the choice of none of them.
-            if low >= high or span.version is None or span.version == _MIXED:
+            if low >= high or span.version in (None, _MIXED, _ALTERED):
                 continue
             rows = routes[low - reply.output.routes_start : high - reply.output.routes_start]
             out.exercised("engine rows compared", high - low)
@@ -174,7 +175,7 @@ def routes_immutable(view: RequestView, out: Collector) -> None:
         # Row p predicts token p + 1, hence the offset of one.
         for token, row in _overlaps(reply.true_tokens, reply.true_rows, sent - 1):
             low, high = max(row.start, reply.output.routes_start), min(row.end, end)
-            if low >= high or _MIXED in (token.version, row.version):
+            if low >= high or {_MIXED, _ALTERED} & {token.version, row.version}:
                 continue
             out.exercised("rows that predicted a sampled token", high - low)
             if token.version == row.version:
@@ -245,6 +246,7 @@ def routes_prefix_cache(view: RequestView, out: Collector) -> None:
             update
             for update in view.history.updates
             if update.server_id == attempt.admit.server_id
+            and update.adapter == attempt.call.adapter
             and update.loaded
             and update.index < attempt.admit.index
         ]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from rollproof.invariants.weights import in_flight, loading, serving, update_races, updates
+from rollproof.invariants.weights import (
+    adapters,
+    in_flight,
+    loading,
+    serving,
+    update_races,
+    updates,
+)
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -25,5 +32,8 @@ CHECKS: tuple[Check, ...] = (
     update_races.weights_one_load_per_version,
     loading.weights_no_failure_without_fault,
     loading.weights_update_loads,
+    adapters.weights_adapter_loaded,
+    adapters.weights_adapter_current,
+    adapters.weights_adapter_applied,
 )
 """The checks of the family, in the order of a report."""

@@ -322,6 +322,9 @@ weights_label_only_keeps_calls: Check = trace_check(
     promise="Publishing only a version label aborts no call in flight.",
     needs="Weights events with loaded=False, and the Abort events of the servers",
     exercised_by="calls in flight when only a label was published",
+    applies=lambda contract: (
+        None if contract.adapters is None else "labels are those of adapters, and come with them"
+    ),
 )(WeightsLabelOnlyKeepsCalls)
 
 

@@ -15,6 +15,7 @@ from rollproof.core.events.rollout import (
     UpdatePhase,
     Weights,
 )
+from rollproof.core.events.weights import Adapter, AdapterChange
 from rollproof.core.records import Scalar, Version
 from rollproof.invariants._shared.event_check import EndAwareCheck, remember
 from rollproof.judging.checks import Check, Collector, trace_check
@@ -38,6 +39,7 @@ class _RequestedUpdate:
     reached: Servers that have loaded its weights, or newer ones, since.
     labelled: Servers that have shown its label since, without a load.
     broken: Servers to which a transfer has broken since.
+    ignored: Servers that have ignored an adapter since, whose name they had in use.
     served: Whether a server has shown that it serves its weights, or newer ones.
     ended: The index of its end.
     least: The oldest weights that an update which was asked for since wanted, if they are older
@@ -51,6 +53,7 @@ class _RequestedUpdate:
     reached: set[str] = field(default_factory=set)
     labelled: set[str] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
+    ignored: set[str] = field(default_factory=set)
     served: bool = False
     ended: int = 0
     least: Version = None
@@ -159,6 +162,11 @@ class WeightsUpdateLoads(EndAwareCheck):
                 self._stale.remove(stale)
                 _report_early(stale, event, out)
 
+    def on_adapter(self, event: Adapter, out: Collector) -> None:
+        if event.change is AdapterChange.IGNORED:
+            for update in self._open:
+                update.ignored.add(event.server_id)
+
     def on_call(self, event: Call, out: Collector) -> None:
         # A stack may call a server that it sends no rollouts to, to see whether it is well.
         if event.request_id or event.candidates:
@@ -256,6 +264,16 @@ def _describe(update: _RequestedUpdate, server: str, held: Version) -> tuple[str
             (
                 "The error of the transfer was caught: repeat the transfer, let the update fail,"
                 " or send the server no calls until it has the weights."
+            ),
+        )
+    if server in update.ignored:
+        return (
+            "an update ended, and its adapter was ignored",
+            f"{serves}; it has an adapter of that name, and kept it",
+            (
+                "The engine keeps the adapter that it has unless it is told to replace it: load it"
+                " in place (`load_inplace`), unload the old one first, or give each version a name"
+                " of its own (vLLM #31326, SkyRL #1606). Read what the load returns."
             ),
         )
     if update.reached:

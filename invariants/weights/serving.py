@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rollproof.judging.judge_context import JudgeContext
 
 __all__ = [
+    "ALTERED",
     "MIXED",
     "NO_TRUTH",
     "weights_identity_update_changes_nothing",
@@ -40,21 +41,34 @@ __all__ = [
 
 MIXED = "mixed"
 """The version of values that were computed over KV of several versions."""
+ALTERED = "altered"
+"""The version of values that the weights of no version give: ``weights.adapter-applied`` and
+``weights.delta-base`` judge how they came about.
+"""
 NO_TRUTH = (
     "the trace does not say which weights really sampled (true_tokens): only rollproof's fake"
     " engine knows"
 )
 
 
+_Place: TypeAlias = "tuple[str, str | None]"
+"""What weights are loaded into: a server and the name of an adapter, or ``None`` for the model."""
+
+
 @dataclass(slots=True)
 class _Running:
-    """A call in flight: its server, and the epoch of that server's weights at its first admission
-    (before it, when it was sent).
+    """A call in flight: its server, what serves it there, and the epoch of those weights at its
+    first admission (before it, when it was sent).
     """
 
-    server: str
+    place: _Place
     epoch: int
     admitted: bool = False
+
+    @property
+    def server(self) -> str:
+        """Its server."""
+        return self.place[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,8 @@ class _Load:
 
 
 class _Serving(EventCheck):
-    """Tracks for each call the weights that its server held from the call's admission on.
+    """Tracks for each call the weights that its server held from the call's admission on, in the
+    adapter that the call names if it names one.
 
     An epoch is a set of equal versions: an identity update adds its version to the previous epoch.
     Epoch 0 is what a server held before its first ``Weights`` event: unknown.
@@ -76,24 +91,21 @@ class _Serving(EventCheck):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._epochs: dict[str, list[frozenset[Version]]] = {}
-        self._updated: dict[str, int] = {}
+        self._epochs: dict[_Place, list[frozenset[Version]]] = {}
+        self._updated: dict[_Place, int] = {}
         self._running: dict[int, _Running] = {}
         self._started = False
         self._updates = 0
         self._restarted: set[str] = set()
         self._pauses: dict[str, Pause] = {}
-        self._loads: dict[tuple[str, int], _Load] = {}
+        self._loads: dict[tuple[_Place, int], _Load] = {}
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._started = True
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(
-            self._running,
-            event.call_id,
-            _Running(event.server_id, len(self._epochs_of(event.server_id)) - 1),
-        )
+        place = (event.server_id, event.adapter)
+        remember(self._running, event.call_id, _Running(place, len(self._epochs_of(place)) - 1))
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         call = self._running.get(event.call_id)
@@ -101,7 +113,7 @@ class _Serving(EventCheck):
             call.admitted = True
             # The first admission counts: a preempted call is admitted again and may go on under
             # newer weights.
-            call.epoch = len(self._epochs_of(call.server)) - 1
+            call.epoch = len(self._epochs_of(call.place)) - 1
 
     def on_update(self, event: Update, out: Collector) -> None:
         self._updates += 1 if event.phase is UpdatePhase.ASKED else -1
@@ -118,7 +130,8 @@ class _Serving(EventCheck):
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not event.loaded or event.version is None:
             return
-        epochs = self._epochs_of(event.server_id)
+        place = (event.server_id, event.adapter)
+        epochs = self._epochs_of(place)
         if event.server_id in self._restarted and not event.by_harness:
             # The update paused the server before it died. Its cache holds KV that no update could
             # foresee, so that nothing can be said until the next load.
@@ -128,9 +141,9 @@ class _Serving(EventCheck):
         else:
             epochs.append(frozenset((event.version,)))
         load = _Load(event, self._pauses.get(event.server_id))
-        remember(self._loads, (event.server_id, len(epochs) - 1), load)
-        if self._started and event.server_id not in self._updated:
-            self._updated[event.server_id] = len(epochs) - 1
+        remember(self._loads, (place, len(epochs) - 1), load)
+        if self._started and place not in self._updated:
+            self._updated[place] = len(epochs) - 1
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death":
@@ -143,7 +156,9 @@ class _Serving(EventCheck):
             self._pauses.pop(event.server_id or "", None)
         elif event.what == "revive" and event.server_id is not None:
             # It may come back with whatever weights it started with: unknown until its next update.
-            self._epochs_of(event.server_id).append(frozenset())
+            for place in {(event.server_id, None), *self._epochs}:
+                if place[0] == event.server_id:
+                    self._epochs_of(place).append(frozenset())
             if self._updates:
                 self._restarted.add(event.server_id)
 
@@ -151,12 +166,12 @@ class _Serving(EventCheck):
         call = self._running.pop(event.call_id, None)
         if call is None:
             return
-        epochs = self._epochs_of(call.server)
+        epochs = self._epochs_of(call.place)
         allowed = epochs[call.epoch :]
         # An empty epoch is unknown weights (start-up, revival): nothing can be said about the call.
         if all(allowed):
             # Loads before the first request are the start-up, not an update.
-            first = self._updated.get(call.server, len(epochs))
+            first = self._updated.get(call.place, len(epochs))
             self.judge_reply(event, call, allowed, call.epoch >= first, out)
 
     def judge_reply(
@@ -178,10 +193,10 @@ class _Serving(EventCheck):
         """
         raise NotImplementedError(f"{type(self).__name__} must judge the replies that it is shown")
 
-    def _epochs_of(self, server: str) -> list[frozenset[Version]]:
-        epochs = self._epochs.get(server)
+    def _epochs_of(self, place: _Place) -> list[frozenset[Version]]:
+        epochs = self._epochs.get(place)
         if epochs is None:
-            epochs = self._epochs[server] = [frozenset()]
+            epochs = self._epochs[place] = [frozenset()]
         return epochs
 
 
@@ -209,7 +224,7 @@ class WeightsServedAfterUpdate(_Serving):
         # A call may cross several updates, but never back: a stale CUDA graph or adapter shows as a
         # step back.
         for span in reply.true_tokens:
-            if span.version is None or span.version == MIXED:
+            if span.version in (None, MIXED, ALTERED):
                 continue
             epoch = next(
                 (i for i in range(position, len(allowed)) if span.version in allowed[i]), None
@@ -284,12 +299,13 @@ class WeightsNoStaleCache(_Serving):
         ):
             out.absent("the case tells its weight syncs not to clear the cache")
             return
-        held = self._epochs_of(call.server)[: call.epoch + len(allowed)]
+        held = self._epochs_of(call.place)[: call.epoch + len(allowed)]
         # What weights computed that the server never had is not a matter of its cache.
         known = None if not all(held[1:]) else frozenset().union(*held)
         spans = [*(reply.true_rows or ()), *(reply.true_tokens or ())]
         if known is not None and any(
-            span.version not in known and span.version not in (None, MIXED) for span in spans
+            span.version not in known and span.version not in (None, MIXED, ALTERED)
+            for span in spans
         ):
             self._foreign.add(call.server)
         if call.server in self._foreign:
@@ -331,13 +347,13 @@ class WeightsNoStaleCache(_Serving):
 
     def _hint(self, call: _Running, allowed: Sequence[frozenset[Version]], stale: Span) -> str:
         """Return what the load that replaced the older weights says about how their KV was kept."""
-        epochs = self._epochs_of(call.server)
+        epochs = self._epochs_of(call.place)
         if stale.version != MIXED:
             older = [i for i, epoch in enumerate(epochs[: call.epoch]) if stale.version in epoch]
             replaced = older[-1] + 1 if older else call.epoch
         else:
             replaced = call.epoch + (len(allowed) > 1)
-        load = self._loads.get((call.server, replaced))
+        load = self._loads.get((call.place, replaced))
         if load is None:
             return "KV of older weights outlived an update."
         event, pause = load.event, load.pause
@@ -381,7 +397,7 @@ def _first_stale(
         # weights.served-after-update judges what old weights computed without a cache.
         inside = cached is None or span.start < cached
         if span.version == MIXED or (
-            inside and span.version is not None and span.version not in allowed_versions
+            inside and span.version not in (None, ALTERED) and span.version not in allowed_versions
         ):
             return span
     return None
@@ -410,7 +426,8 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
         return
     for attempt in view.attempts:
         reply = attempt.consumed
-        version = _unchanged(view.history.updates, view, attempt.call.server_id)
+        place = (attempt.call.server_id, attempt.call.adapter)
+        version = _unchanged(view.history.updates, view, place)
         if (
             reply is None
             or version is None
@@ -424,7 +441,7 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
         earlier = {
             update.version
             for update in view.history.updates
-            if update.server_id == attempt.call.server_id
+            if (update.server_id, update.adapter) == place
         } - {version}
         # Kept KV of older weights changes logprobs by design (kv_policy=keep).
         if any(span.version in earlier for span in reply.true_rows or ()):
@@ -453,20 +470,22 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
             )
 
 
-def _unchanged(updates: Sequence[Weights], view: RequestView, server: str) -> Version:
-    """Return the weights that ``server`` held throughout the request with at least one identity
+def _unchanged(updates: Sequence[Weights], view: RequestView, place: _Place) -> Version:
+    """Return the weights that ``place`` held throughout the request with at least one identity
     update in it, otherwise ``None``.
 
     An update that ended without a load, since the stack knows that its weights are those that the
     server has, is one as well.
     """
-    load = next((u for u in reversed(updates) if u.server_id == server and u.loaded), None)
+    load = next(
+        (u for u in reversed(updates) if (u.server_id, u.adapter) == place and u.loaded), None
+    )
     updated = load is not None and any(
         update.version == load.version and update.index > view.submit.index and begun > load.index
         for begun, update in reversed(view.history.ended)
     )
     for update in reversed(updates):
-        if update.server_id != server or not update.loaded:
+        if (update.server_id, update.adapter) != place or not update.loaded:
             continue
         inside = update.index > view.submit.index
         if inside and not update.identity:

@@ -8,13 +8,17 @@ import re
 
 import pytest
 
-from rollproof.fakes.clients.reference_clients import REFERENCES, ClientOptions
+from rollproof.fakes.clients.reference_clients import (
+    REFERENCES,
+    AsSampledAdapters,
+    ClientOptions,
+)
 from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.invariants import default_registry
 from rollproof.verification.kill_matrix import record_traces
 from rollproof.verification.runner import run_case
-from rollproof.verification.schedules import within_limits
+from rollproof.verification.schedules import with_fitting_updates, within_limits
 from rollproof.verification.traces import judge
 from tests.support import bug_findings
 from tests.support.trace_builder import contract
@@ -60,8 +64,10 @@ def test_the_cases_alone_find_nothing(name: str) -> None:
     """
     client = REFERENCES[name]
     limits = getattr(client, "options", ClientOptions()).limits
+    adapters = "moving-base" if client is AsSampledAdapters else None
+    declared = contract(limits=limits, multi_turn=limits is not None, adapters=adapters)
     for case in CASES:
-        fitting = within_limits(case, contract(limits=limits, multi_turn=limits is not None))
+        fitting = within_limits(with_fitting_updates(case, declared), declared)
         if fitting is not None:
             assert () == judge(run_case(client, fitting)).failed, case
 

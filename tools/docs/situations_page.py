@@ -28,6 +28,7 @@ _CONTRACTS: Mapping[str, str] = {
     "as-sampled": "a client resumes",
     "as-sampled-turns": "a client resumes, with turns of an environment",
     "as-sampled-limits": "a client resumes, with limits of its own and replies with gaps",
+    "as-sampled-adapters": "a client resumes, and weight updates bring adapters",
     "engine-keep": "the engine resumes",
     "partial-off": "nobody resumes",
 }

@@ -31,6 +31,7 @@ from rollproof.fakes.http.fake_server import (
     route,
 )
 from rollproof.fakes.http.request_body import BadRequest, encode_json, field, json_body
+from rollproof.fakes.http.sglang.adapters import adapter_routes
 from rollproof.fakes.http.sglang.openai import OpenAI
 from rollproof.fakes.http.sglang.sglang_calls import (
     SglangRequest,
@@ -85,6 +86,7 @@ def sglang_app(backend: EngineBackend) -> FakeServer:
         get("/server_info", native.server_info),
         get("/v1/models", native.models),
         get("/v1/models/{name:path}", native.model),
+        *adapter_routes(backend),
         *trace_routes(backend),
     ]
     if not backend.flavour.shows_spans:  # releases up to 0.5.18 had them; later ones answer 404

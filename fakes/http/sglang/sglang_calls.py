@@ -44,7 +44,7 @@ DEFAULT_MAX_TOKENS = 128
 """SGLang's own max_new_tokens for a request that has none."""
 _SAMPLING = ("sampling_params",)
 _SALTS = ("cache_salt", "extra_key")
-_PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", *_SALTS)
+_PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", *_SALTS)
 """Fields that have one value for all prompts of a batch, or a list with one for each."""
 
 
@@ -100,6 +100,11 @@ class SglangRequest:
                 check_sglang(parameters)
         for spec in self._specs:
             _check_length(spec, backend.max_length)
+            if spec.adapter is not None and spec.adapter not in backend.engine.adapters:
+                raise BadRequest(
+                    f"The following requested LoRA adapters are not loaded: {spec.adapter}",
+                    param="lora_path",
+                )
 
     @property
     def max_tokens(self) -> int:
@@ -190,6 +195,7 @@ def _call_spec(
         routes_start=field(body, "routed_experts_start_len", int, 0),
         prompt_logprobs=field(body, "logprob_start_len", int, -1),
         top_logprobs=field(body, "top_logprobs_num", int, 0),
+        adapter=field(body, "lora_path", str, None) or None,
     )
 
 

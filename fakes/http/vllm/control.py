@@ -260,12 +260,12 @@ class Control:
             "root": "fake",
             "parent": None,
         }
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [{**entry, "max_model_len": self._backend.max_length, "permission": []}],
-            }
-        )
+        base = {**entry, "max_model_len": self._backend.max_length, "permission": []}
+        adapters = [
+            {**base, "id": name, "root": name, "parent": "fake", "max_model_len": None}
+            for name in self._backend.engine.adapters
+        ]
+        return JSONResponse({"object": "list", "data": [base, *adapters]})
 
 
 def _pause_mode(request: Request) -> str:

@@ -13,8 +13,9 @@ from starlette.routing import Route
 from rollproof.core.engine_contract import PauseMode
 from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.fake_server import OrjsonResponse, post
-from rollproof.fakes.http.request_body import BadRequest, field, json_body, token_ids
+from rollproof.fakes.http.request_body import field, json_body, token_ids
 from rollproof.fakes.http.vllm import vllm_calls as replies
+from rollproof.fakes.http.vllm.adapters import adapter_source
 from rollproof.fakes.http.vllm.vllm_calls import VllmRequest
 
 __all__ = ["extension_routes"]
@@ -41,8 +42,6 @@ def extension_routes(backend: EngineBackend) -> list[Route]:
         post("/finish_session", extensions.done),
         post("/init_broadcaster", extensions.done),
         post("/load_lora_adapter", extensions.load_lora),
-        post("/v1/load_lora_adapter", extensions.load_lora),
-        post("/v1/unload_lora_adapter", extensions.done),
         post("/areal_pause_generation", extensions.areal_pause),
         post("/areal_continue_generation", extensions.areal_continue),
         *(post(path, extensions.areal_load) for path in _AREAL_LOADS),
@@ -88,17 +87,15 @@ class _Extensions:
 
     async def skyrl_lora(self, request: Request) -> Response:
         body = json_body(request)
-        name = field(body, "lora_name", str, None)
-        if not name or not body.get("lora_path"):
-            raise BadRequest("Both 'lora_name' and 'lora_path' must be provided.", malformed=True)
-        await self._backend.load_or_refuse(str(body["lora_path"]), name, flush=False)
+        name, path = adapter_source(body)
+        await self._backend.load_adapter(name, path)
         self._loras += 1
         return JSONResponse({"status": "ok", "lora_name": name, "lora_int_id": self._loras})
 
     async def load_lora(self, request: Request) -> Response:
-        body = json_body(request)
-        path = field(body, "lora_path", str, None)
-        await self._backend.load_or_refuse(path, field(body, "lora_name", str, None), flush=False)
+        """Replace the adapter in place, as prime-rl does, which gives it the name of the model."""
+        name, path = adapter_source(json_body(request))
+        await self._backend.load_adapter(name, path)
         return JSONResponse({"status": "ok"})
 
     async def areal_pause(self, request: Request) -> Response:

@@ -42,6 +42,7 @@ from rollproof.fakes.http.streams import EndedCall, SampledToken, stream_calls
 from rollproof.fakes.http.supported_fields import refuse_unsupported
 from rollproof.fakes.http.trace_endpoints import trace_routes
 from rollproof.fakes.http.vllm import vllm_calls as replies
+from rollproof.fakes.http.vllm.adapters import adapter_routes
 from rollproof.fakes.http.vllm.control import Control
 from rollproof.fakes.http.vllm.extensions import extension_routes
 from rollproof.fakes.http.vllm.stream_parts import ChatPart, CompletionPart, Part, TokensPart
@@ -91,6 +92,7 @@ def vllm_app(backend: EngineBackend) -> FakeServer:
         get("/version", control.version),
         get("/load", control.load),
         get("/v1/models", control.models),
+        *adapter_routes(backend),
         *extension_routes(backend),
         *trace_routes(backend),
     ]

@@ -85,6 +85,7 @@ class VllmRequest:
         self.chat: bool = prefix == "chatcmpl-"
         self.prompts: Sequence[tuple[int, ...]] = prompts
         self.model: str = field(body, "model", str, "fake")
+        self.adapter: str | None = backend.adapter_named(self.model)
         self.samples: int = field(sampling, "n", int, 1)
         if not 1 <= self.samples <= 256:
             raise BadRequest(f"n must be at least 1 and at most 256, got {self.samples}.")
@@ -167,6 +168,7 @@ class VllmRequest:
                 sampling=self.sampling,
                 logprobs=self.top_logprobs is not None,
                 routes_start=self.routes_start,
+                adapter=self.adapter,
             )
             for prompt, budget in zip(self.prompts, self.max_tokens, strict=True)
             for _ in range(self.samples)

@@ -19,6 +19,7 @@ from rollproof.verification.schedules.exhaustive import (
 )
 from rollproof.verification.schedules.limit_cases import within_limits
 from rollproof.verification.schedules.profiles import PROFILES, Profile, profile_named
+from rollproof.verification.schedules.weight_cases import with_fitting_updates
 
 __all__ = [
     "LATER_REQUEST",
@@ -34,5 +35,6 @@ __all__ = [
     "scope_families",
     "scope_size",
     "small_scope",
+    "with_fitting_updates",
     "within_limits",
 ]

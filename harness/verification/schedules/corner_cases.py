@@ -30,6 +30,7 @@ from rollproof.verification.schedules.corner import (
 from rollproof.verification.schedules.exhaustive import modes_for
 from rollproof.verification.schedules.limit_cases import declared_limits, within_limits
 from rollproof.verification.schedules.stop_cases import own_stops
+from rollproof.verification.schedules.weight_cases import adapter_updates
 
 __all__ = ["corner_families"]
 
@@ -436,4 +437,5 @@ _FAMILIES: Mapping[str, Family] = {
     "groups": _groups,
     "own stops": own_stops,
     "long samples": _long_samples,
+    "adapter updates": adapter_updates,
 }

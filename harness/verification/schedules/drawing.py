@@ -373,9 +373,11 @@ def _action(
 
 AT_SERVER = frozenset({ActionKind.KILL, ActionKind.SKEW, ActionKind.LAG, ActionKind.LEAVE})
 """Kinds of action that may name a server."""
-_DRAWN = tuple(kind for kind in ActionKind if kind is not ActionKind.ABORT_HANDLE)
+_NOT_DRAWN = frozenset({ActionKind.ABORT_HANDLE, ActionKind.SYNC_MERGED, ActionKind.EVICT_ADAPTERS})
+_DRAWN = tuple(kind for kind in ActionKind if kind not in _NOT_DRAWN)
 """Kinds of action that are drawn. An abort by a handle differs from one of a call only if calls
-share handles, which the corner cases of groups try.
+share handles, which the corner cases of groups try; those of adapters take the place of others
+(``weight_cases``).
 """
 _RARE = frozenset(
     {ActionKind.LAG, ActionKind.LEAVE, ActionKind.DROP_ROUTES, ActionKind.DROP_LOGPROBS}

@@ -56,6 +56,8 @@ _COVERED_ELSEWHERE = frozenset(
         ActionKind.LEAVE,
         ActionKind.DROP_ROUTES,
         ActionKind.DROP_LOGPROBS,
+        ActionKind.SYNC_MERGED,
+        ActionKind.EVICT_ADAPTERS,
     }
 )
 """Kinds of action that other families or the corner cases cover."""
