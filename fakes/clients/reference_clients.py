@@ -24,6 +24,7 @@ from rollproof.core.own_stops import OwnStops
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
 from rollproof.fakes.clients.adapter_clients import AsSampledAdapters
+from rollproof.fakes.clients.delta_clients import AsSampledDeltas
 from rollproof.fakes.clients.resuming import FROZEN, AsSampled, ClientOptions, PartialSample
 from rollproof.fakes.engine.flavours import ReprefillRows
 from rollproof.fakes.engine.fleet import Fleet
@@ -33,6 +34,7 @@ __all__ = [
     "AsSampled",
     "AsSampledAdapters",
     "AsSampledCalls",
+    "AsSampledDeltas",
     "AsSampledLimits",
     "AsSampledMoe",
     "AsSampledSpans",
@@ -245,6 +247,7 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "as-sampled-turns": AsSampledTurns,
         "as-sampled-limits": AsSampledLimits,
         "as-sampled-adapters": AsSampledAdapters,
+        "as-sampled-deltas": AsSampledDeltas,
         "latest-prefill": LatestPrefill,
         "latest-prefill-rows": LatestPrefillRows,
         "engine-keep": EngineKeep,

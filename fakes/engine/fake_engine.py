@@ -18,10 +18,13 @@ from typing import Any
 from rollproof.core.case import EngineOptions
 from rollproof.core.engine_contract import PauseMode, Refusal
 from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume, Weights
+from rollproof.core.events.weights import Checksums
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Scalar, Version, as_tokens
 from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.adapter_loads import AdapterLoads
+from rollproof.fakes.engine.checksums import tensor_checksums
+from rollproof.fakes.engine.delta_loads import DeltaLoads
 from rollproof.fakes.engine.exceptions import (
     BadCall,
     EnginePaused,
@@ -43,7 +46,7 @@ MAX_LENGTH = 4096
 """Default limit of a call's prompt and response together, in tokens."""
 
 
-class FakeEngine(AdapterLoads):
+class FakeEngine(AdapterLoads, DeltaLoads):
     """A server ``server_id`` with weights ``version``, shown under ``label``.
 
     Methods that represent a message to the server raise ``ServerDied`` while it is dead.
@@ -263,6 +266,22 @@ class FakeEngine(AdapterLoads):
         self._recorder.record(Resume(server_id=self.server_id, progress=self.progress()))
         self._wake()
 
+    def checksums(self, adapter: str | None = None) -> Mapping[str, str]:
+        """Return the checksum of each tensor of the model, or of an adapter, and record that it was
+        told.
+        """
+        self._refuse_dead()
+        key: Version = self._scheduler.key
+        version = self.version
+        if adapter is not None:
+            loaded = self._scheduler.adapters.find(adapter)
+            key, version = loaded.key(loaded.base), loaded.version
+        digests = tensor_checksums(self.policy, key)
+        self._recorder.record(
+            Checksums(version=version, digests=digests, server_id=self.server_id, adapter=adapter)
+        )
+        return digests
+
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
         """Load weights ``version`` in a transfer of ``options.transfer_steps`` steps, also while
         calls run, and show ``label``.
@@ -294,7 +313,7 @@ class FakeEngine(AdapterLoads):
         """Load without letting time pass, for stacks that block while they transfer."""
         self._break_if_planned()
         # a procedure of a user's own does not know what an identity update is, or may be mistaken
-        same = version == self.version
+        same = version == self.version and self._scheduler.altered is None
         self._scheduler.reweigh(version)
         # a label of the old weights must never be shown for the new ones, so both change here
         self._publish(label, loaded=True, identity=same)

@@ -24,6 +24,7 @@ from rollproof.core.events.rollout import (
     UpdatePhase,
     Weights,
 )
+from rollproof.core.events.weights import Checksums
 from rollproof.core.records import Version
 from rollproof.core.trace import Recorder
 from rollproof.errors import CaseError, UsageError
@@ -31,6 +32,7 @@ from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.balancer import Balancer
 from rollproof.fakes.engine.call_owners import CURRENT_REQUEST, CallOwners, InternalCalls
+from rollproof.fakes.engine.checksums import tensor_checksums
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
@@ -198,6 +200,15 @@ class Fleet:
             (merged for merged in self._merged if merged <= version),
             default=self.case.first_version,
         )
+
+    def checksums(self, label: int | None) -> Mapping[str, str]:
+        """Return the trainer's checksum of each tensor of the weights under ``label``, and record
+        that they were told; ``None`` for the newest ones.
+        """
+        version = self.weights_of(label)
+        digests = tensor_checksums(self.policy, version)
+        self.recorder.record(Checksums(version=version, digests=digests))
+        return digests
 
     def set_updater(self, updater: Updater) -> None:
         """Run weight updates by ``updater(label or None)``, the subject's procedure.

@@ -17,7 +17,7 @@ from rollproof.core.records import FinishReason, Scalar, Version
 from rollproof.core.trace import Recorder
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.fakes.engine.adapters import AdapterTable, LoadedAdapter
+from rollproof.fakes.engine.adapters import AdapterTable, AlteredKey, LoadedAdapter
 from rollproof.fakes.engine.exceptions import BadCall
 from rollproof.fakes.engine.flavours import AdapterIdentity, Flavour
 from rollproof.fakes.engine.inflight import FirstDraw, InflightCall
@@ -96,6 +96,7 @@ class Scheduler:
         label: Version,
     ) -> None:
         self.version: int = version
+        self.altered: AlteredKey | None = None
         self.label = label
         self.queue: deque[InflightCall] = deque()
         self.running: dict[int, InflightCall] = {}
@@ -230,12 +231,17 @@ class Scheduler:
             self.queue.appendleft(call)
         return bool(calls)
 
-    def reweigh(self, version: int) -> None:
-        """Compute under weights ``version`` from the next step on."""
+    @property
+    def key(self) -> Version:
+        """The key of the base model's weights: its version, unless they are of no version."""
+        return self.version if self.altered is None else self.altered
+
+    def reweigh(self, version: int, altered: AlteredKey | None = None) -> None:
+        """Compute under weights ``version`` from the next step on, or under ``altered``."""
         # KV up to here is of the old weights; later forwards read it and are coded as mixed
         for call in self.running.values():
             call.settle(self.version_of(call))
-        self.version = version
+        self.version, self.altered = version, altered
         for call in self.running.values():
             call.rekey(self.version_of(call))
 
@@ -248,7 +254,7 @@ class Scheduler:
 
     def version_of(self, call: InflightCall) -> Version:
         """Return the key of the weights that compute for a call."""
-        return self.version if call.adapter is None else call.adapter.key(self.version)
+        return self.key if call.adapter is None else call.adapter.key(self.key)
 
     def label_of(self, call: InflightCall) -> Version:
         """Return the label that is shown for a call."""

@@ -30,12 +30,12 @@ ANSWERED: Mapping[str, frozenset[str]] = {
     "sglang sampling_params": _names("max_new_tokens n"),
     "sglang /v1/completions": _names(
         "model prompt echo logprobs max_tokens n stream stream_options return_routed_experts"
-        " routed_experts_start_len return_token_ids rid extra_key cache_salt"
+        " routed_experts_start_len return_token_ids rid extra_key cache_salt lora_path"
     ),
     "sglang /v1/chat/completions": _names(
         "messages model logprobs top_logprobs max_tokens max_completion_tokens n stream"
         " stream_options return_routed_experts routed_experts_start_len return_prompt_token_ids"
-        " return_token_ids return_meta_info input_ids rid extra_key cache_salt"
+        " return_token_ids return_meta_info input_ids rid extra_key cache_salt lora_path"
     ),
     "vllm /v1/completions": _names(
         "model prompt echo logprobs max_tokens n stream stream_options prompt_logprobs request_id"

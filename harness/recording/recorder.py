@@ -32,6 +32,7 @@ from rollproof.core.events.rollout import (
     Submit,
     Weights,
 )
+from rollproof.core.events.weights import Checksums
 from rollproof.core.files import check_target
 from rollproof.core.json_codec import misfit_of
 from rollproof.core.record_validation import validate_output, validate_request, validate_rollout
@@ -59,6 +60,7 @@ class EngineCall:
     ``request_id`` is the id of a rollout's request, or a handle that begins with it and ``-``,
     ``_``, ``:``, ``/`` or ``.``. Without it the call belongs to the rollout in whose context it is
     made, else to the one request that its tokens fit; if several remain, none of them is judged.
+    ``adapter`` is the name of the adapter that is to serve it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -70,6 +72,7 @@ class EngineCall:
     want_routes: bool = True
     want_logprobs: bool = True
     routes_start: int = 0
+    adapter: str | None = None
 
 
 def record(
@@ -294,8 +297,13 @@ class Recording:
         loaded: bool = True,
         identity: bool = False,
         flushed: bool = False,
+        adapter: str | None = None,
+        base: Version = None,
+        delta_of: Version = None,
     ) -> None:
-        """Record that a server has the weights ``version``, and shows that label."""
+        """Record that a server has the weights ``version``, and shows that label; ``adapter``,
+        ``base`` and ``delta_of`` as in ``Weights``.
+        """
         event = Weights(
             server_id=server,
             version=version,
@@ -303,8 +311,47 @@ class Recording:
             loaded=loaded,
             identity=identity,
             flushed=flushed,
+            adapter=adapter,
+            base=base,
+            delta_of=delta_of,
         )
         self._add(event, "weights()")
+
+    def checksums(
+        self,
+        digests: Mapping[str, str],
+        *,
+        version: Version = None,
+        server: str | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        """Record the checksum of each tensor, by its name, as the trainer told them, or ``server``.
+
+        Without a ``version`` they are those of the weights that the server has.
+        """
+        if not isinstance(digests, Mapping) or not digests:
+            raise UsageError(
+                f"checksums() takes the checksum of each tensor by its name, not {show(digests)}."
+            )
+        wrong = next(
+            (
+                name
+                for name, digest in digests.items()
+                if not (isinstance(name, str) and isinstance(digest, str) and digest)
+            ),
+            None,
+        )
+        if wrong is not None:
+            raise UsageError(
+                f"checksums() takes texts: that of tensor {show(wrong)} is {show(digests[wrong])}."
+            )
+        if server is None and version is None:
+            raise UsageError(
+                "checksums() of a trainer needs the version of its weights: without it there is"
+                " nothing to compare them with."
+            )
+        event = Checksums(version=version, digests=dict(digests), server_id=server, adapter=adapter)
+        self._add(event, "checksums()")
 
     def pause(
         self,
@@ -406,6 +453,7 @@ class Recording:
                 want_routes=call.want_routes,
                 want_logprobs=call.want_logprobs,
                 routes_start=call.routes_start,
+                adapter=call.adapter,
                 candidates=owners if len(owners) > 1 else (),
             )
             misfit = misfit_of(event)

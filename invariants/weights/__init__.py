@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rollproof.invariants.weights import (
     adapters,
+    checksums,
+    deltas,
     in_flight,
     loading,
     serving,
@@ -35,5 +37,9 @@ CHECKS: tuple[Check, ...] = (
     adapters.weights_adapter_loaded,
     adapters.weights_adapter_current,
     adapters.weights_adapter_applied,
+    checksums.weights_checksums_agree,
+    checksums.weights_checksums_can_differ,
+    deltas.weights_delta_base,
+    deltas.weights_partial_update_unserved,
 )
 """The checks of the family, in the order of a report."""

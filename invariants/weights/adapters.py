@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.events.weights import Adapter, AdapterChange
-from rollproof.core.records import Version
+from rollproof.core.records import Scalar, Version
 from rollproof.invariants._shared.event_check import EventCheck, remember
 from rollproof.judging.checks import Check, Collector, trace_check
 
@@ -163,8 +164,9 @@ class WeightsAdapterCurrent(_Servers):
         if due is None or event.server_id in self._away:
             return
         held = self.adapter_of(event)
-        named = self.base.get(event.server_id) if event.adapter is None else held and held.version
-        if named is None:
+        named = self.base.get(event.server_id) if held is None else held.version
+        # an unknown name is judged by weights.adapter-loaded
+        if named is None or (held is None and event.adapter is not None):
             return
         server = event.server_id
         adapters = self.held.get(server, {})
@@ -243,7 +245,7 @@ class WeightsAdapterApplied(_Servers):
 
     @staticmethod
     def _judge(call: Call, held: _Held, base: Version, out: Collector) -> None:
-        where = {
+        where: Mapping[str, Scalar] = {
             "call": call.call_id,
             "server": call.server_id,
             "version": held.version,

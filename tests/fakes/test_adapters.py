@@ -21,7 +21,7 @@ from rollproof.simulation import virtual_loop
 from rollproof.verification.runner import run_case
 
 
-def _run(work: Any, flavour: str = "vllm", **options: Any) -> list[Any]:
+def run_engine(work: Any, flavour: str = "vllm", **options: Any) -> list[Any]:
     """Run ``work(server)`` on the one server of a fleet; return what was recorded."""
     recorded: list[Any] = []
 
@@ -35,7 +35,7 @@ def _run(work: Any, flavour: str = "vllm", **options: Any) -> list[Any]:
     return recorded
 
 
-def _sampled_by(events: list[Any]) -> list[list[Any]]:
+def sampled_by(events: list[Any]) -> list[list[Any]]:
     return [
         [span.version for span in event.true_tokens or ()]
         for event in events
@@ -51,7 +51,7 @@ def test_a_call_is_sampled_by_the_adapter_that_it_names() -> None:
         for name in ("a", "b", None):
             await server.generate(prompt_ids=[1, 2], max_tokens=2, adapter=name)
 
-    assert [[1], [2], [0]] == _sampled_by(_run(work))
+    assert [[1], [2], [0]] == sampled_by(run_engine(work))
 
 
 def test_a_name_that_is_in_use_is_kept() -> None:
@@ -64,8 +64,8 @@ def test_a_name_that_is_in_use_is_kept() -> None:
         assert await server.load_adapter("a", 2, in_place=True)
         await server.generate(prompt_ids=[1, 2], max_tokens=1, adapter="a")
 
-    events = _run(work)
-    assert [[1], [2]] == _sampled_by(events)
+    events = run_engine(work)
+    assert [[1], [2]] == sampled_by(events)
     assert [(AdapterChange.IGNORED, 2)] == [
         (event.change, event.version) for event in events if isinstance(event, Adapter)
     ]
@@ -81,7 +81,7 @@ def test_sglang_refuses_a_name_that_is_in_use() -> None:
         await server.unload_adapter("a")
         assert await server.load_adapter("a", 2)
 
-    _run(work, "sglang")
+    run_engine(work, "sglang")
 
 
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
@@ -97,7 +97,7 @@ def test_an_adapter_that_nobody_loaded_is_refused(flavour: str) -> None:
         with pytest.raises(BadCall, match="An adapter needs a name"):
             await server.load_adapter("", 1)
 
-    _run(work, flavour)
+    run_engine(work, flavour)
 
 
 def test_a_broken_transfer_leaves_the_adapter() -> None:
@@ -110,7 +110,7 @@ def test_a_broken_transfer_leaves_the_adapter() -> None:
             await server.load_adapter("a", 2, in_place=True)
         assert {"a": 1} == server.adapters
 
-    _run(work)
+    run_engine(work)
 
 
 @pytest.mark.parametrize(("flavour", "rows"), [("vllm", [1, 2]), ("sglang", [2])])
@@ -126,7 +126,9 @@ def test_the_prefix_cache_knows_an_adapter_by_name_or_by_load(
         await server.load_adapter("a", 2)
         await server.generate(prompt_ids=[1, 2, 4], max_tokens=1, adapter="a")
 
-    last = [event for event in _run(work, flavour, prefix_cache=True) if isinstance(event, Reply)]
+    last = [
+        event for event in run_engine(work, flavour, prefix_cache=True) if isinstance(event, Reply)
+    ]
     versions = [span.version for span in last[-1].true_rows or ()]
     assert rows == [version for version in versions if version != "mixed"] + (
         [2] if "mixed" in versions else []
@@ -142,7 +144,7 @@ def test_adapters_share_no_prefix_with_each_other_or_the_base_model() -> None:
         for name in ("a", "b", None):
             await server.generate(prompt_ids=[1, 2, 3], max_tokens=1, adapter=name)
 
-    events = _run(work, prefix_cache=True)
+    events = run_engine(work, prefix_cache=True)
     assert [0, 0, 0] == [event.output.cached_tokens for event in events if isinstance(event, Reply)]
 
 
@@ -161,7 +163,7 @@ def test_a_replaced_adapter_changes_under_running_calls() -> None:
             await server.load_adapter(name if in_place else "c", 2, in_place=in_place)
             await call
 
-    assert [[1, "mixed"], [1]] == _sampled_by(_run(work))
+    assert [[1, "mixed"], [1]] == sampled_by(run_engine(work))
 
 
 def test_wrong_scales_and_bases_are_no_version() -> None:
@@ -174,8 +176,8 @@ def test_wrong_scales_and_bases_are_no_version() -> None:
         await server.load(5)
         await server.generate(prompt_ids=[1, 2], max_tokens=1, adapter="a")
 
-    events = _run(work)
-    assert [["altered"], ["altered"]] == _sampled_by(events)
+    events = run_engine(work)
+    assert [["altered"], ["altered"]] == sampled_by(events)
     assert [None, 2.0, 1.0, None] == [
         event.true_scale for event in events if isinstance(event, Weights)
     ]
@@ -196,7 +198,7 @@ def test_sglang_unloads_when_the_calls_of_an_adapter_have_ended() -> None:
             assert ended is call.done()
             await call
 
-        _run(work, flavour)
+        run_engine(work, flavour)
 
 
 def test_sglang_looks_up_a_parked_call_when_it_is_resumed() -> None:
@@ -215,7 +217,7 @@ def test_sglang_looks_up_a_parked_call_when_it_is_resumed() -> None:
             await server.resume()
             await call
 
-        assert [versions] == _sampled_by(_run(work, flavour))
+        assert [versions] == sampled_by(run_engine(work, flavour))
 
     async def gone(server: Any) -> None:
         await server.load_adapter("a", 1)
@@ -227,7 +229,7 @@ def test_sglang_looks_up_a_parked_call_when_it_is_resumed() -> None:
         with pytest.raises(BadCall, match="'a' does not exist"):
             await call
 
-    _run(gone, "sglang")
+    run_engine(gone, "sglang")
 
 
 def test_an_evicted_adapter_is_loaded_again_by_a_call() -> None:
@@ -239,8 +241,8 @@ def test_an_evicted_adapter_is_loaded_again_by_a_call() -> None:
         for _ in range(2):
             await server.generate(prompt_ids=[1, 2], max_tokens=1, adapter="a")
 
-    events = _run(work)
-    assert [[1], [1]] == _sampled_by(events)
+    events = run_engine(work)
+    assert [[1], [1]] == sampled_by(events)
     assert [AdapterChange.EVICTED, AdapterChange.RELOADED] == [
         event.change for event in events if isinstance(event, Adapter)
     ]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import rollproof
-from rollproof.core.events.rollout import Call, Reply, Result, Submit
+from rollproof.core.events.rollout import Call, Reply, Result, Submit, Weights
+from rollproof.core.events.weights import Checksums
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
 from rollproof.judging.checks import Verdict
@@ -480,3 +481,37 @@ def test_an_engine_call_that_raises_excuses_the_error_of_its_request() -> None:
             wired(trace, client, [1, 2, 3])([1, 2, 3])
 
     assert () == trace.report.failed
+
+
+def test_checksums_and_adapters_can_be_told() -> None:
+    """They are events of the trace, and a call says which adapter it names."""
+    recording = Recording(CONTRACT)
+    recording.weights(3, adapter="policy", base=0)
+    recording.weights(4, delta_of=3)
+    recording.checksums({"a": "1"}, version=4)
+    recording.checksums({"a": "2"}, server="s1", adapter="policy")
+    first, second, trainer, server = recording.recorded.events
+    assert isinstance(first, Weights) and isinstance(second, Weights)
+    assert ("policy", 0, None) == (first.adapter, first.base, first.delta_of)
+    assert (None, None, 3) == (second.adapter, second.base, second.delta_of)
+    assert isinstance(trainer, Checksums) and isinstance(server, Checksums)
+    assert (4, None, {"a": "1"}) == (trainer.version, trainer.server_id, trainer.digests)
+    assert (None, "s1", "policy") == (server.version, server.server_id, server.adapter)
+
+
+@pytest.mark.parametrize(
+    ("digests", "version", "message"),
+    [
+        ({}, 1, r"takes the checksum of each tensor by its name, not \{\}"),
+        ("abc", 1, "takes the checksum of each tensor by its name, not 'abc'"),
+        ({"a": 7}, 1, "takes texts: that of tensor 'a' is 7"),
+        ({"a": ""}, 1, "takes texts: that of tensor 'a' is ''"),
+        ({"a": "1"}, None, "of a trainer needs the version of its weights"),
+    ],
+)
+def test_checksums_that_cannot_be_compared_are_refused(
+    digests: Any, version: int | None, message: str
+) -> None:
+    """The message names the tensor."""
+    with pytest.raises(UsageError, match=message):
+        Recording(CONTRACT).checksums(digests, version=version)

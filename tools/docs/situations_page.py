@@ -29,6 +29,7 @@ _CONTRACTS: Mapping[str, str] = {
     "as-sampled-turns": "a client resumes, with turns of an environment",
     "as-sampled-limits": "a client resumes, with limits of its own and replies with gaps",
     "as-sampled-adapters": "a client resumes, and weight updates bring adapters",
+    "as-sampled-deltas": "a client resumes, and weight updates bring deltas",
     "engine-keep": "the engine resumes",
     "partial-off": "nobody resumes",
 }

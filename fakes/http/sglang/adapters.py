@@ -51,7 +51,7 @@ class _Adapters:
 
     @staticmethod
     def _text(body: dict[str, Any], name: str) -> str:
-        text = field(body, name, str, None)
+        text: str | None = field(body, name, str, None)
         if not text:
             raise BadRequest(f"1 validation error: {name} is required.", malformed=True)
         return text

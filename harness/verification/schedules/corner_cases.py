@@ -30,7 +30,7 @@ from rollproof.verification.schedules.corner import (
 from rollproof.verification.schedules.exhaustive import modes_for
 from rollproof.verification.schedules.limit_cases import declared_limits, within_limits
 from rollproof.verification.schedules.stop_cases import own_stops
-from rollproof.verification.schedules.weight_cases import adapter_updates
+from rollproof.verification.schedules.weight_cases import adapter_updates, delta_updates
 
 __all__ = ["corner_families"]
 
@@ -438,4 +438,5 @@ _FAMILIES: Mapping[str, Family] = {
     "own stops": own_stops,
     "long samples": _long_samples,
     "adapter updates": adapter_updates,
+    "delta updates": delta_updates,
 }

@@ -10,7 +10,7 @@ from rollproof.core.contract import Adapters, Contract
 from rollproof.core.records import Request
 from rollproof.verification.schedules.corner import PROMPT, Corner, act
 
-__all__ = ["adapter_updates", "with_fitting_updates"]
+__all__ = ["adapter_updates", "delta_updates", "with_fitting_updates"]
 
 _ADAPTERS: Mapping[ActionKind, ActionKind] = {
     ActionKind.SKEW: ActionKind.SYNC_MERGED,
@@ -74,3 +74,28 @@ def adapter_updates(corner: Corner) -> Iterator[Case]:
     yield corner.case(
         act(ActionKind.SYNC, 1), act(ActionKind.SYNC, corner.budget // 2), requests=requests[:2]
     )
+
+
+def delta_updates(corner: Corner) -> Iterator[Case]:
+    """Let deltas follow one another, break in the middle, and meet a server that has other weights
+    than they were made from.
+    """
+    # weights that a stack did not ask for may exceed the staleness that it bounds
+    if corner.contract.deltas is None or corner.contract.max_staleness is not None:
+        return
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(31 + i, *PROMPT), max_tokens=corner.budget)
+        for i in range(5)
+    )
+    for kind in (ActionKind.SYNC, ActionKind.SYNC_FAILS, ActionKind.SKEW, ActionKind.KILL):
+        server = "s0" if kind in (ActionKind.SKEW, ActionKind.KILL) else None
+        for servers in (1, 2):
+            yield corner.case(
+                act(ActionKind.SYNC, 1),
+                act(kind, 1, "r1", server=server),
+                act(ActionKind.SYNC, 1, "r2"),
+                act(ActionKind.SYNC_FAILS, 1, "r3"),
+                requests=requests,
+                arrivals=(0.0, 60.0, 120.0, 180.0, 260.0),
+                servers=servers,
+            )
