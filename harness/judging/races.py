@@ -122,8 +122,12 @@ def _kept(view: RequestView) -> tuple[list[Attempt], bool]:
     """Return the calls that lost no race, and whether a race was left undecided."""
     losers: set[int] = set()
     undecided = False
+    races = list(_races(view.attempts))
+    if not races and not any(call.stopped_by_stack for call in view.attempts):
+        # so it is of most requests
+        return list(view.attempts), False
     sequence = _Sequence(view.attempts)
-    for race in _races(view.attempts):
+    for race in races:
         winner, outcome = _winner(view, race, sequence)
         if outcome is _Outcome.CERTAIN and winner is not None:
             answered = _first_answer(race)
@@ -222,6 +226,8 @@ def _races(attempts: Sequence[Attempt]) -> Iterable[list[Attempt]]:
 
 
 def _is_race(calls: Sequence[Attempt]) -> bool:
+    if len(calls) < 2:
+        return False
     replied = [call for call in calls if call.replies]
     answered = _first_answer(replied)
     return len(replied) > 1 or any(_belated(call, answered) for call in calls)
@@ -456,6 +462,8 @@ def _set_aside_unaware(view: RequestView) -> None:
     needs only the first: whoever sent them did not know of it.
     """
     before = list(view.attempts)
+    if len(before) < 2:
+        return
     answered: set[tuple[float, tuple[int, ...]]] = set()
     copies: list[Attempt] = []
     for call in before:
