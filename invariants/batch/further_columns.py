@@ -191,11 +191,10 @@ def _explained(batch: Conversion, judged: _Judged, actual: float, first: int) ->
     others = [sample for sample in batch.event.samples if sample is not placed.sample]
     for sample in own + others:
         values = _values_of(sample, column)
-        found = np.flatnonzero(column.equal(values, actual)) if values is not None else []
-        if not len(found):
+        if values is None or not column.equal(values, actual).any():
             continue
         start = 0 if column.extent is ColumnExtent.TOKENS else len(sample.prompt_ids)
-        place = start + int(found[0])
+        place = start + int(np.argmax(column.equal(values, actual)))
         if sample is placed.sample:
             return f", which is that of token {place}", (
                 "Shift and pad this column as the tokens are: where a line holds labels, shift all"
