@@ -46,7 +46,7 @@ def _one_step() -> Iterator[str]:
     yield f"""Run your client against a fake SGLang or vLLM server, and have its samples judged:
 
 ```console
-$ pip install rollproof httpx
+$ pip install 'rollproof[serve]'
 $ rollproof serve --as sglang --contract served_contract.toml --fault-plan served_plan.toml \\
     --run "python served_client.py"
 sglang on http://127.0.0.1:40925
