@@ -107,6 +107,7 @@ class EngineBackend:
         self.attribution: CallAttribution | None = None
         self._rids: set[str] = set()
         self._adapters: set[str] = set()
+        self._empty_aborts = 0
         self._versions: dict[str, int] = {} if first is None else first._versions
         if existing is not None:
             self.engine: FakeEngine
@@ -297,6 +298,11 @@ class EngineBackend:
         if owner is None and rollout is not None and self.samples is not None:
             return self.samples.request_of_rollout(rollout)
         return owner
+
+    def tags_empty_abort(self) -> bool:
+        """Count a reply to a call aborted before it ran; returns whether it has a label."""
+        self._empty_aborts += 1
+        return not self.options.untagged_aborts or self._empty_aborts % 2 == 0
 
     def new_id(self) -> str:
         """Return a random handle for a call that its client gave none."""

@@ -43,6 +43,8 @@ class ServeOptions:
         tokenizer: replies have text; without it SGLang runs with skip_tokenizer_init.
         routes: the form of routes, if not the server's own.
         nested_routes: SkyRL's endpoint sends routes as nested lists, as its release 0.3 did.
+        untagged_aborts: every second reply of SGLang to a call that was aborted before it ran
+            lacks ``weight_version``, as older releases left it out (slime#327).
         contract: what the stack promises; needed for samples to be judged.
     """
 
@@ -59,4 +61,5 @@ class ServeOptions:
     tokenizer: bool = True
     routes: RoutesForm | None = None
     nested_routes: bool = False
+    untagged_aborts: bool = False
     contract: Contract | None = None

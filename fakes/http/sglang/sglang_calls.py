@@ -272,7 +272,8 @@ def meta_of(
         meta["prompt_tokens"] = len(spec.prompt)
     # the label at the moment of the reply (since 0.5.19 that of the last span): a call across an
     # update looks wholly new
-    meta["weight_version"] = shown_version(output.version)
+    if ran or output.token_ids or backend.tags_empty_abort():
+        meta["weight_version"] = shown_version(output.version)
     if ran:
         meta["num_retractions"] = 0
     if spec.logprobs and output.logprobs is not None:

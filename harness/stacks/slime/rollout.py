@@ -92,7 +92,8 @@ class PartialRollout(StackSubject):
         # slime aborts what runs between two rollouts, and its servers flush their caches.
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
-        self._http = HttpFleet(fleet)
+        # slime reads the label only where there is one (slime#327): both replies are made.
+        self._http = HttpFleet(fleet, untagged_aborts=True)
         self._args = self._arguments(fleet, self._http.router)
         # The state of the case before has its semaphore and its loop.
         self._slime.misc.SingletonMeta._instances.pop(self._slime.rollout.GenerateState, None)
@@ -120,7 +121,8 @@ class PartialRollout(StackSubject):
             partial_off=PartialOff.DROPPED,
             dtype="int32",
             # A continued sample keeps its tokens and logprobs, and gets the routes of its last
-            # call.
+            # call. docs/en/get_started/customization.md promises the rollout's routes, and not of
+            # which call; the trainer asserts their number alone (megatron_utils/cp_utils.py).
             provenance=Provenance.LATEST_PREFILL,
         )
 

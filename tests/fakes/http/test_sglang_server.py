@@ -113,37 +113,49 @@ def test_a_reply_has_only_the_requested_fields() -> None:
     ).size
 
 
+async def abort_six_calls(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+    long = {**BODY, "sampling_params": {"max_new_tokens": 4000}}
+    calls = [
+        asyncio.ensure_future(
+            client.post("/generate", json={**long, "input_ids": [9, i], "rid": f"x{i}"})
+        )
+        for i in range(6)
+    ]
+    await until(
+        lambda: (
+            (backend.loads()["running"], backend.loads()["waiting"]) == (4, 2)
+            and min(backend.engine.progress().values()) == 0
+        )
+    )
+    await until(lambda: sorted(backend.engine.progress().values())[2] > 0)
+    status = (await client.post("/abort_request", json={"rid": "x"})).status_code
+    await client.post("/abort_request", json={"rid": "nobody"})
+    return status, [reply.json()["meta_info"] for reply in await asyncio.gather(*calls)]
+
+
 def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() -> None:
     """``rid`` matches by prefix; a running call keeps all keys, a queued one has neither routes nor
     counts, as SGLang's.
     """
-
-    async def converse(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
-        long = {**BODY, "sampling_params": {"max_new_tokens": 4000}}
-        calls = [
-            asyncio.ensure_future(
-                client.post("/generate", json={**long, "input_ids": [9, i], "rid": f"x{i}"})
-            )
-            for i in range(6)
-        ]
-        await until(
-            lambda: (
-                (backend.loads()["running"], backend.loads()["waiting"]) == (4, 2)
-                and min(backend.engine.progress().values()) == 0
-            )
-        )
-        await until(lambda: sorted(backend.engine.progress().values())[2] > 0)
-        status = (await client.post("/abort_request", json={"rid": "x"})).status_code
-        await client.post("/abort_request", json={"rid": "nobody"})
-        return status, [reply.json()["meta_info"] for reply in await asyncio.gather(*calls)]
-
-    status, metas = converse_with(converse)
+    status, metas = converse_with(abort_six_calls)
     assert 200 == status
     assert {"abort"} == {meta["finish_reason"]["type"] for meta in metas}
     assert [4, 2] == [
         sum("routed_experts" in meta for meta in metas),
         sum("prompt_tokens" not in meta for meta in metas),
     ]
+
+
+@pytest.mark.parametrize(("untagged", "unlabelled"), [(False, 0), (True, 1)])
+def test_one_of_two_aborts_in_the_queue_has_no_label_if_requested(
+    untagged: bool, unlabelled: int
+) -> None:
+    """With ``untagged_aborts``, a client meets both replies to a call that never ran; without it,
+    and for calls that ran, every reply has its label.
+    """
+    _, metas = converse_with(abort_six_calls, replace(OPTIONS, untagged_aborts=untagged))
+
+    assert unlabelled == sum("weight_version" not in meta for meta in metas)
 
 
 def test_an_update_is_paused_around_and_shown_in_spans() -> None:
