@@ -502,7 +502,7 @@ def test_checksums_and_adapters_can_be_told() -> None:
 @pytest.mark.parametrize(
     ("digests", "version", "message"),
     [
-        ({}, 1, r"takes the checksum of each tensor by its name, not \{\}"),
+        ({}, 1, r"takes the checksum of each tensor by its name, not a dict of 0"),
         ("abc", 1, "takes the checksum of each tensor by its name, not 'abc'"),
         ({"a": 7}, 1, "takes texts: that of tensor 'a' is 7"),
         ({"a": ""}, 1, "takes texts: that of tensor 'a' is ''"),
