@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import venv
@@ -100,7 +101,8 @@ def test_a_subject_is_judged_without_command_line_servers_and_scipy(
 
     assert not {"typer", "starlette", "uvicorn", "scipy"} & thin.distributions
     done = thin.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_stack.py")
-    assert "1 failed, 74 passed, 25 skipped" in done.stdout.splitlines()[-1], done.stdout
+    # the README has the numbers, and a test of its own
+    assert re.match(r"1 failed, \d\d+ passed", done.stdout.splitlines()[-1]), done.stdout
     assert "FAILED test_my_stack.py::test_rollouts[routes.rows]" in done.stdout
     refused = thin.run("-m", "rollproof", "checks")
     assert (254, "") == (refused.returncode, refused.stdout)
