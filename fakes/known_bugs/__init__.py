@@ -35,7 +35,9 @@ from rollproof.fakes.known_bugs import (
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 try:
-    from rollproof.fakes.known_bugs.http_replies import BUGS as _HTTP_BUGS
+    from rollproof.fakes.known_bugs import http_replies
+
+    _HTTP_BUGS: tuple[KnownBug, ...] = http_replies.BUGS
 except ExtraError:  # the extra `serve`: `rollproof checks` shows the others without it
     _HTTP_BUGS = ()
 
