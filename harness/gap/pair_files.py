@@ -215,8 +215,9 @@ def _columns_to_read(
 
 def _guessed(lacking: Sequence[str], schema: Any, renamed: Mapping[str, str]) -> str:
     """Return options that name columns for those that are lacking, if they would be accepted."""
-    # a column cannot be two at once
-    free = set(schema.names) - set(COLUMNS) - set(renamed.values())
+    # a column cannot be two at once, nor can two columns of one name be told apart
+    free = {name for name, count in Counter(schema.names).items() if count == 1}
+    free -= {*COLUMNS, *renamed.values()}
     guesses = []
     for name in (text.split(" ")[0] for text in lacking):
         candidates = [

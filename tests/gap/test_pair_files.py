@@ -269,6 +269,15 @@ def test_a_suggested_column_is_accepted(
         assert SEQUENCES == read_pairs(path, renamed=options).n_sequences
 
 
+def test_columns_of_one_name_are_not_suggested(tmp_path: Path) -> None:
+    """Which of two is meant cannot be said; nor is it an error of another kind."""
+    path = tmp_path / "tokens.csv"
+    path.write_text("sequence_id,rollout_logprob,trainer_logprob,masks,masks\na,-1.0,-1.0,1,1\n")
+    with pytest.raises(GapError, match="has no column mask") as error:
+        read_pairs(path)
+    assert "perhaps" not in str(error.value)
+
+
 def test_rows_that_are_sequences_need_no_name(tmp_path: Path) -> None:
     """A row of lists is a sequence, so its number is a name as good as any. Lists are never
     suggested for one: of token ids they would make sequences of the tokens that are equal.
