@@ -8,13 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Self
 
 from rollproof.core.error_text import show
 from rollproof.errors import ContractError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Column", "ColumnExtent", "as_columns"]
 
@@ -125,10 +126,15 @@ class Column:
         """Return which of two arrays' numbers are equal, up to the rounding of ``dtype``; NaN
         equals NaN.
         """
+        # here, because a stack that declares a contract must not import numpy for it
+        import numpy as np
+
         return np.isclose(actual, expected, rtol=self.rounding, atol=0.0, equal_nan=True)
 
     def is_filler(self, actual: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Return which numbers are the filler; all, if any is."""
+        import numpy as np
+
         if self.filler is None:
             return np.ones(np.shape(actual), dtype=bool)
         return self.equal(actual, self.filler)

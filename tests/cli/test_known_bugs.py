@@ -48,7 +48,7 @@ def test_known_bugs_are_listed_after_the_summary(
     (right,) = run_kill_matrix(["concat-on-resume"])
     (wrong,) = run_kill_matrix(["logprobs-dropped"])
     monkeypatch.setattr(
-        "rollproof.cli.known_bugs.run_kill_matrix",
+        "rollproof.verification.kill_matrix.run_kill_matrix",
         lambda only, meter: (right, replace(wrong, failed=())),
     )
 
@@ -74,7 +74,7 @@ def test_known_bugs_as_a_page(
         wrong, failed=("routes.rows",), bug=replace(wrong.bug, summary=HOSTILE, refs=(HOSTILE,))
     )
     monkeypatch.setattr(
-        "rollproof.cli.known_bugs.run_kill_matrix", lambda only, meter: (right, wrong)
+        "rollproof.verification.kill_matrix.run_kill_matrix", lambda only, meter: (right, wrong)
     )
     assert ExitCode.FAIL == run(["known-bugs", "--report", "k.html"])
     text = (tmp_path / "k.html").read_text(encoding="utf-8")

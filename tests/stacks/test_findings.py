@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rollproof.stacks import release_of
 from tests.docs.test_findings import PAGES, Finding
 from tests.stacks.test_released import CHECKOUTS
 
@@ -75,7 +76,8 @@ def test_the_script_of_a_page_prints_what_the_page_shows(page: Path, tmp_path: P
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     env |= {"TRANSFORMERS_VERBOSITY": "error", "ROLL_LOG_DIR": str(tmp_path)}
     if finding.distribution in CHECKOUTS:
-        env["PYTHONPATH"] = str(root)
+        roots = release_of(finding.distribution).roots
+        env["PYTHONPATH"] = os.pathsep.join(str(root / each) for each in roots)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)],
         capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300, check=False,

@@ -83,8 +83,8 @@ def _stack(known: Regressions, results: Mapping[str, Mapping[str, Any]]) -> Iter
     if waiting:
         yield f"\nWithout a stored run: {', '.join(waiting)}."
     if known.not_planted:
-        file = f"[{known.stack}.toml](regressions/{known.stack}.toml)"
-        yield f"\n{file} says why the others are not put back."
+        left = ", ".join(each.reference for each in known.not_planted)
+        yield f"\nNot put back ([why](regressions/{known.stack}.toml)): {left}."
 
 
 def _row(fault: Fault, result: Mapping[str, Any]) -> str:
