@@ -19,6 +19,7 @@ from rollproof.invariants.engine.independent_forward import (
     Fit,
     Mask,
     PerReply,
+    captured_rows,
     fit_of,
     logprobs_of,
     moe_rows,
@@ -310,7 +311,7 @@ class EngineOrder(_ValueCheck):
         if output.routes is None or not readable(self.contract, output):
             return
         moe = list(self.contract.moe_layers or ())
-        chosen = moe_rows(self.contract, output.routes)
+        chosen = moe_rows(self.contract, captured_rows(self.contract, output))
         compared = []
         # A row that fits several versions is right if it is in the order of one of them.
         excused: Mask = np.zeros(len(chosen), dtype=bool)

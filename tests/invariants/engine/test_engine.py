@@ -71,6 +71,20 @@ def _other_expert(trace: Trace, call: int, row: int, column: int) -> Trace:
     )
 
 
+def _turned(trace: Trace, call: int, row: int, column: int) -> Trace:
+    """One cell of a reply has its experts in the opposite order."""
+
+    def turn(event: Event) -> Event:
+        if not isinstance(event, Reply) or event.call_id != call:
+            return event
+        assert event.output.routes is not None
+        routes = event.output.routes.copy()
+        routes[row, column] = routes[row, column][::-1]
+        return replace(event, output=replace(event.output, routes=routes))
+
+    return _changed(trace, turn)
+
+
 def _near_tie(trace: Trace, call: int, position: int, layer: int, margin: float = 1e-6) -> Trace:
     """The reference says that two experts' scores are all but equal there."""
 
@@ -143,16 +157,7 @@ def test_logprobs_within_tolerance_are_right_and_beyond_it_wrong(plain: Trace) -
 def test_order_is_not_judged_where_scores_are_close(plain: Trace) -> None:
     """The order of two experts with nearly equal scores is no fault."""
     call = _call_with_rows(plain)
-
-    def turned(event: Event) -> Event:
-        if not isinstance(event, Reply) or event.call_id != call:
-            return event
-        assert event.output.routes is not None
-        routes = event.output.routes.copy()
-        routes[2, 3] = routes[2, 3][::-1]
-        return replace(event, output=replace(event.output, routes=routes))
-
-    wrong = _changed(plain, turned)
+    wrong = _turned(plain, call, 2, 3)
     assert Verdict.FAIL is _judged(wrong, "engine.order").verdict
     assert Verdict.PASS is _judged(wrong, "engine.routes").verdict
 
@@ -164,6 +169,17 @@ def test_order_is_not_judged_where_scores_are_close(plain: Trace) -> None:
         return replace(event, orders=orders)
 
     assert Verdict.PASS is _judged(_changed(wrong, close), "engine.order").verdict
+
+
+def test_order_is_judged_in_the_rows_before_a_filler() -> None:
+    """An engine that adds a row for the final token computed all others."""
+    trace = run_experiments(fake_target("rows-T"), only=["plain"]).traces[0]
+    assert Verdict.PASS is _judged(trace, "engine.order").verdict
+    call = _call_with_rows(trace)
+    (finding,) = _judged(_turned(trace, call, 2, 3), "engine.order").findings
+    assert {"call": call, "position": 2, "layer": 3} == {
+        name: finding.where[name] for name in ("call", "position", "layer")
+    }
 
 
 @pytest.mark.parametrize("second", ["turned", "other experts", "elsewhere"])
