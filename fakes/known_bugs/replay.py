@@ -246,7 +246,6 @@ BUGS: tuple[KnownBug, ...] = (
         make=_ReplayBufferEnds,
         only=("long samples",),
         detected_by=("replay.forward",),
-        may_fail=WRONG_ROWS,
     ),
     KnownBug(
         id="replay-zero-padding",
