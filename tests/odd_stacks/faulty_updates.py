@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.odd_stacks.bases.control import Control
+from tests.odd_stacks.bases.control import Control, CountsUpdates
 from tests.odd_stacks.bases.thin import Thin, promise
 
 
@@ -125,19 +125,10 @@ class RetryLeftBehind(Control):
         await super().update_weights(version)
 
 
-class CountsUpdates(Control):
-    """Counts its updates, to see those that a rollout lived through."""
-
-    contract = promise(versions="token", max_staleness=1)
-    updates = 0
-
-    async def update_weights(self, version):
-        self.updates += 1
-        await super().update_weights(version)
-
-
 class OneUpdateDrops(CountsUpdates):
     """max_staleness=1 is promised, and a sample is dropped as too old after a single update."""
+
+    contract = promise(versions="token", max_staleness=1)
 
     async def rollout(self, request):
         before = self.updates
@@ -147,6 +138,8 @@ class OneUpdateDrops(CountsUpdates):
 
 class OneUpdateSamplesAnew(CountsUpdates):
     """max_staleness=1 is promised, and a prompt is sampled again after a single update."""
+
+    contract = promise(versions="token", max_staleness=1)
 
     async def rollout(self, request):
         before = None

@@ -43,3 +43,13 @@ class Control(Thin):
         ]
         if failed:
             raise failed[0]
+
+
+class CountsUpdates(Control):
+    """Counts its updates, to see those that a rollout lived through."""
+
+    updates = 0
+
+    async def update_weights(self, version):
+        self.updates += 1
+        await super().update_weights(version)
