@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from enum import StrEnum
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 from rich.table import Table
@@ -161,8 +162,9 @@ def _dict(reading: FieldReading) -> dict[str, Any]:
 
 def _values(hint: Any) -> str:
     """Return the values that a type allows, in words."""
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    return ", ".join(map(_value_text, kinds))
+    # the arguments of a tuple are no alternatives
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return ", ".join(_value_text(kind) for kind in kinds if kind is not type(None))
 
 
 def _value_text(kind: Any) -> str:

@@ -28,3 +28,4 @@ def test_every_field_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     for field in fields(Contract):
         assert f" {field.name} " in listed
     assert "T, T-1, captured-prefix, none" in listed
+    assert "a tuple of: Column" in listed
