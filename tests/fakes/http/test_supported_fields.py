@@ -186,6 +186,7 @@ def test_a_chat_with_a_prompt_next_to_its_messages_is_refused(
         (
             "sglang /generate",
             {
+                "input_ids": [[5, 6], [5, 7]],
                 "lora_path": ["", ""],
                 "token_ids_logprob": [[], []],
                 "custom_logit_processor": [None, None],
