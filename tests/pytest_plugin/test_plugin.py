@@ -432,14 +432,14 @@ def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None
     """
     pytester.makepyfile("""
         import rollproof
-        from rollproof.fakes.trainers.reference_batches import Collator
+        from rollproof.fakes.trainers.reference_batches import ColumnCollator
 
-        @rollproof.conformance(Collator)
+        @rollproof.conformance(ColumnCollator)
         def test_batches(check):
             assert check.id.startswith("batch.")
 
         class TestBatches(rollproof.BatchConformance):
-            subject = Collator
+            subject = ColumnCollator
         """)
     result = pytester.runpytest_inprocess("-v")
     outcomes = result.parseoutcomes()
