@@ -61,6 +61,7 @@ _TRACE: Mapping[str, set[str]] = {
     "events.*.rollout.max_version": _VERSION,
     "events.*.rollout.min_version": _VERSION,
     "events.*.time": {"int"},
+    "events.*.true_draw": {"null"},
     "events.*.true_rows.*.version": _VERSION,
     "events.*.true_tokens.*.version": _VERSION,
     "events.*.value": {"int"},
