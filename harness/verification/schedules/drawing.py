@@ -14,6 +14,7 @@ from rollproof.core.records import Request, Scalar
 from rollproof.errors import UsageError
 from rollproof.verification.schedules.corner import vocab_with, with_stop
 from rollproof.verification.schedules.exhaustive import modes_for
+from rollproof.verification.schedules.weight_cases import with_fitting_updates
 
 __all__ = [
     "AT_SERVER",
@@ -201,7 +202,8 @@ def draw_case(
         ]
     order = {request.request_id: i for i, request in enumerate(requests)}
     actions.sort(key=lambda action: (action.when.tokens, order[action.when.request]))
-    return _with_rare_options(draws, replace(case, actions=tuple(actions)), contract)
+    case = _with_rare_options(draws, replace(case, actions=tuple(actions)), contract)
+    return with_fitting_updates(case, contract)
 
 
 def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
@@ -242,7 +244,9 @@ def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:
 
 
 def is_allowed(kind: ActionKind, contract: Contract) -> bool:
-    """Return whether the contract allows an action of a rare kind."""
+    """Return whether the contract allows an action of a rare kind, or of one of adapters."""
+    if kind in _OF_ADAPTERS:
+        return contract.adapters is not None
     if kind is ActionKind.DROP_ROUTES:
         # nothing precedes the first row, and a drawn reply may be the only one
         return contract.may_lack_routes and contract.filler is not Filler.PREVIOUS
@@ -373,7 +377,8 @@ def _action(
 
 AT_SERVER = frozenset({ActionKind.KILL, ActionKind.SKEW, ActionKind.LAG, ActionKind.LEAVE})
 """Kinds of action that may name a server."""
-_NOT_DRAWN = frozenset({ActionKind.ABORT_HANDLE, ActionKind.SYNC_MERGED, ActionKind.EVICT_ADAPTERS})
+_OF_ADAPTERS = frozenset({ActionKind.SYNC_MERGED, ActionKind.EVICT_ADAPTERS})
+_NOT_DRAWN = frozenset({ActionKind.ABORT_HANDLE, *_OF_ADAPTERS})
 _DRAWN = tuple(kind for kind in ActionKind if kind not in _NOT_DRAWN)
 """Kinds of action that are drawn. An abort by a handle differs from one of a call only if calls
 share handles, which the corner cases of groups try; those of adapters take the place of others

@@ -36,6 +36,7 @@ from rollproof.verification.runner import run_case
 from rollproof.verification.schedules.drawing import AT_SERVER, Limits, is_allowed
 from rollproof.verification.schedules.exhaustive import modes_for
 from rollproof.verification.schedules.profiles import profile_named
+from rollproof.verification.schedules.weight_cases import fitting_kind
 from rollproof.verification.traces import judge_events
 
 __all__ = ["machine_for"]
@@ -85,10 +86,10 @@ def machine_for(
 
 
 def _kinds_for(contract: Contract) -> Iterator[ActionKind]:
-    """Yield the kinds of action that the contract allows."""
-    for kind in ActionKind:
-        if is_allowed(kind, contract):
-            yield kind
+    """Yield the kinds of action that the contract allows, each once."""
+    allowed = (kind for kind in ActionKind if is_allowed(kind, contract))
+    # several kinds may have one that takes their place
+    yield from dict.fromkeys(fitting_kind(kind, contract) for kind in allowed)
 
 
 _REQUESTS: Bundle[str] = Bundle("requests")

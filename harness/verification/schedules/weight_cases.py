@@ -10,7 +10,7 @@ from rollproof.core.contract import Adapters, Contract
 from rollproof.core.records import Request
 from rollproof.verification.schedules.corner import PROMPT, Corner, act
 
-__all__ = ["adapter_updates", "delta_updates", "with_fitting_updates"]
+__all__ = ["adapter_updates", "delta_updates", "fitting_kind", "with_fitting_updates"]
 
 _ADAPTERS: Mapping[ActionKind, ActionKind] = {
     ActionKind.SKEW: ActionKind.SYNC_MERGED,
@@ -26,13 +26,21 @@ def with_fitting_updates(case: Case, contract: Contract) -> Case:
     """Return the case with updates that a stack with that contract can run."""
     if contract.adapters is None:
         return case
-    return replace(case, actions=tuple(_of_adapters(action, contract) for action in case.actions))
+    return replace(case, actions=tuple(_fitting(action, contract) for action in case.actions))
 
 
-def _of_adapters(action: Action, contract: Contract) -> Action:
-    kind = _ADAPTERS.get(action.do, action.do)
+def fitting_kind(kind: ActionKind, contract: Contract) -> ActionKind:
+    """Return the kind of action that takes the place of ``kind`` for a stack with that contract."""
+    if contract.adapters is None:
+        return kind
+    kind = _ADAPTERS.get(kind, kind)
     if kind is ActionKind.SYNC_MERGED and contract.adapters is not Adapters.MOVING_BASE:
-        kind = ActionKind.EVICT_ADAPTERS
+        return ActionKind.EVICT_ADAPTERS
+    return kind
+
+
+def _fitting(action: Action, contract: Contract) -> Action:
+    kind = fitting_kind(action.do, contract)
     return action if kind is action.do else replace(action, do=kind)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import find, given, settings
 
 from rollproof.core.case import ActionKind, Case, Model
-from rollproof.core.contract import Contract
+from rollproof.core.contract import Adapters, Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.json_codec import to_json
 from rollproof.errors import UsageError
@@ -137,6 +137,26 @@ def test_turns_are_drawn_for_multi_turn_contracts_alone() -> None:
     talkative = [case for case in drawn if any(request.turns for request in case.requests)]
     assert len(talkative) > 60
     assert sum(case.model.eos_every is not None for case in talkative) > 0.6 * len(talkative)
+
+
+def test_rollproof_brings_no_weights_to_a_stack_of_adapters() -> None:
+    """It does not know by what names the stack calls them: merges and evictions take their place,
+    and a stack whose base model is fixed gets no merges.
+    """
+    own = {ActionKind.SKEW, ActionKind.LAG, ActionKind.RELABEL}
+    merge, evict = ActionKind.SYNC_MERGED, ActionKind.EVICT_ADAPTERS
+    for adapters, absent, present in [
+        (None, {merge, evict}, own),
+        (Adapters.MOVING_BASE, own, {merge, evict}),
+        (Adapters.FROZEN_BASE, {*own, merge}, {evict}),
+    ]:
+        declared = contract(adapters=adapters)
+        kinds = {
+            action.do
+            for case in random_cases(5, 200, flavour="vllm", contract=declared)
+            for action in case.actions
+        }
+        assert (set(), present) == (kinds & absent, kinds & present)
 
 
 @settings(max_examples=60, deadline=None)

@@ -43,6 +43,7 @@ def failing_case(machine: Any) -> tuple[str, Case]:
         ("latest-prefill", "sglang"),
         ("engine-keep", "vllm"),
         ("partial-off", "vllm"),
+        ("as-sampled-adapters", "vllm"),
     ],
 )
 def test_correct_managers_pass(name: str, flavour: str) -> None:
