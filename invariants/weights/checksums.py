@@ -46,7 +46,7 @@ class _ToldChecksums(EventCheck):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._held: dict[tuple[str, str | None], Version] = {}
-        self.heard = False
+        self.heard: bool = False
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.loaded:
