@@ -5,6 +5,7 @@ routes (advantages, rewards, versions, token types, logprobs of a reference mode
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -93,15 +94,21 @@ class Column:
             object.__setattr__(self, "extent", ColumnExtent(self.extent))
         except ValueError:
             problems.append(f"extent={show(self.extent)} must be one of {list(ColumnExtent)}.")
-        if self.dtype not in _ROUNDING:
+        dtype: object = self.dtype
+        if not isinstance(dtype, str) or dtype not in _ROUNDING:
             problems.append(f"dtype={show(self.dtype)} must be one of {list(_ROUNDING)}.")
         filler: object = self.filler
         if filler == "nan":
             filler = math.nan
         if filler is not None and (
-            isinstance(filler, bool) or not isinstance(filler, int | float) or math.isinf(filler)
+            isinstance(filler, bool)
+            or not isinstance(filler, int | float)
+            # an array would hold it as an object, which compares with no other
+            or abs(filler) > sys.float_info.max
         ):
-            problems.append(f"filler={show(self.filler)} must be a number, 'nan' or None.")
+            problems.append(
+                f"filler={show(self.filler)} must be a number that a float can be, 'nan' or None."
+            )
         elif isinstance(filler, float) and math.isnan(filler):
             # one object for all, so that equal columns compare equal
             object.__setattr__(self, "filler", math.nan)

@@ -56,6 +56,8 @@ def test_contracts_without_the_field_are_read() -> None:
         (({"name": "x", "dtype": "float8"},), "dtype='float8' must be one of"),
         (({"name": "x", "filler": "zero"},), "filler='zero' must be a number"),
         (({"name": "x", "filler": math.inf},), "filler=inf must be a number"),
+        (({"name": "x", "filler": 10**400},), "must be a number that a float can be"),
+        (({"name": "x", "dtype": ["int8"]},), "dtype=.*must be one of"),
         (({"name": "x", "filler": "nan", "dtype": "int8"},), "filler='nan' contradicts"),
         (({"name": "x", "filler": 0, "extent": "row"},), "filler=0 contradicts extent=row"),
         (({"name": "x"}, {"name": "x"}), r"columns declares \['x'\] more than once"),
