@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollproof.contracts.contract_file import read_contract
+from rollproof.core.batch_columns import Column
 from rollproof.core.case import Case
+from rollproof.core.contract import Adapters
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Weights
+from rollproof.core.events.weights import Adapter, AdapterChange, Checksums
 from rollproof.errors import RollproofError
 from rollproof.fakes.clients.reference_clients import REFERENCES
 from rollproof.fakes.http.fault_plan import FaultPlan
@@ -50,6 +56,9 @@ _CASE: Mapping[str, set[str]] = {
 }
 """What a field may hold that holds something else in the sound document."""
 _TRACE: Mapping[str, set[str]] = {
+    "events.*.adapter": {"null"},
+    "events.*.base": _VERSION,
+    "events.*.delta_of": _VERSION,
     "events.*.label": _VERSION,
     "events.*.max_tokens": {"null"},
     "events.*.output.cached_tokens": {"null"},
@@ -63,10 +72,13 @@ _TRACE: Mapping[str, set[str]] = {
     "events.*.time": {"int"},
     "events.*.true_draw": {"null"},
     "events.*.true_rows.*.version": _VERSION,
+    "events.*.true_scale": {"null", "int"},
     "events.*.true_tokens.*.version": _VERSION,
     "events.*.value": {"int"},
     "events.*.version": _VERSION,
     "header.coding.eos_every": {"int"},
+    "header.contract.adapters": {"null"},
+    "header.contract.columns.*.filler": {"null", "int"},
     "header.contract.partial_off": {"null"},
     "header.contract.sampling": {"null"},
     # whatever the subject returned
@@ -82,13 +94,41 @@ _PLAN: Mapping[str, set[str]] = {
     "faults.*.seconds": {"int"},
     "faults.*.times": {"null"},
 }
-_CONTRACT: Mapping[str, set[str]] = {"limits.length": {"null"}, "limits.turns": {"null"}}
+_CONTRACT: Mapping[str, set[str]] = {
+    "adapters": {"null"},
+    "columns.*.filler": {"null", "int"},
+    "limits.length": {"null"},
+    "limits.turns": {"null"},
+}
+
+
+_MORE_EVENTS: Sequence[Event] = (
+    Weights(server_id="s0", version=1, label=1, adapter="policy", base=0, true_scale=1.5),
+    Weights(server_id="s0", version=2, label=2, delta_of=1),
+    Adapter(
+        server_id="s0", name="policy", change=AdapterChange.RELOADED, version=1, true_scale=1.5
+    ),
+    Checksums(version=1, digests={"layers.0": "1f"}, adapter="policy"),
+)
+"""Events of adapters, deltas and checksums, which the first reference does not have."""
 
 
 def _trace(folder: Path) -> Any:
     name, factory = next(iter(REFERENCES.items()))
     path = folder / "sound.json"
-    dump_trace(run_case(factory, ABORTED, recipe={"reference": name}), path)
+    trace = run_case(factory, ABORTED, recipe={"reference": name})
+    last = trace.events[-1]
+    more = tuple(
+        replace(event, index=last.index + i, time=last.time)
+        for i, event in enumerate(_MORE_EVENTS, start=1)
+    )
+    contract = replace(
+        trace.header.contract,
+        columns=(Column(name="values", filler=0.5),),
+        adapters=Adapters.MOVING_BASE,
+    )
+    header = replace(trace.header, contract=contract)
+    dump_trace(replace(trace, header=header, events=(*trace.events, *more)), path)
     data = json.loads(path.read_bytes())
     del data["checksum"]
     return data
@@ -124,6 +164,8 @@ def _contract(_: Path) -> Any:
         "provenance": "as-sampled",
         "multi_turn": True,
         "limits": {"length": 4096, "turns": 4},
+        "columns": [{"name": "values", "extent": "tokens", "filler": 0.5, "dtype": "float32"}],
+        "adapters": "frozen-base",
     }
 
 
