@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
@@ -50,8 +51,7 @@ class AsSampledDeltas(AsSampled):
                 await self.load_delta(server, weights, base, label)
                 self._since_anchor[name] = count + 1
             except TransferFailed:
-                # a part of it was applied: only all tensors make it whole
-                await self.load_anchor(server, weights, label)
+                await self.repair(server, weights, label)
         self._acknowledged[name] = weights
 
     def holds(self, server: FakeEngine, base: int) -> bool:
@@ -62,6 +62,14 @@ class AsSampledDeltas(AsSampled):
         """Bring all tensors."""
         await server.load(weights, label)
         self._since_anchor[server.server_id] = 0
+
+    async def repair(self, server: FakeEngine, weights: int, label: Version) -> None:
+        """Bring all tensors to a server to which a part of a delta was applied."""
+        # the update may not end before: its end resumes the server, with weights of no version
+        while True:
+            with suppress(TransferFailed):
+                await self.load_anchor(server, weights, label)
+                return
 
     async def load_delta(self, server: FakeEngine, weights: int, base: int, label: Version) -> None:
         """Bring what changed."""

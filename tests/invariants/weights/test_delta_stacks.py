@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rollproof.core.records import Version
 from rollproof.fakes.clients.delta_clients import AsSampledDeltas
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
 from rollproof.judging.checks import Verdict
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.rollouts import cases_for
@@ -29,3 +32,28 @@ def test_correct_stacks_are_clean(stack: type[AsSampledDeltas], flavour: str) ->
     sends = {"weights.delta-base", "weights.partial-update-unserved"}
     checked = {"weights.checksums-agree", "weights.checksums-can-differ"}
     assert (checked if stack is AnchorsOnly else sends | checked) == passed & (sends | checked)
+
+
+class _BreaksTwice(AsSampledDeltas):
+    """The first delta to a server breaks, and so do the tensors that are to repair it."""
+
+    def start(self, fleet: Fleet) -> None:
+        super().start(fleet)
+        self._broken: set[str] = set()
+
+    async def load_delta(self, server: FakeEngine, weights: int, base: int, label: Version) -> None:
+        first = server.server_id not in self._broken
+        self._broken.add(server.server_id)
+        server.fail_next_load = first
+        try:
+            await super().load_delta(server, weights, base, label)
+        finally:
+            server.fail_next_load = first
+
+
+def test_a_repair_that_breaks_is_tried_again() -> None:
+    """The server serves no call, and gets no delta, before it has all tensors."""
+    ((_, contract, model),) = probe(_BreaksTwice, ["vllm"])
+    families = dict(corner_families("vllm", contract, model=model))
+    for case in families["delta updates"]:
+        assert () == judge(run_case(_BreaksTwice, case)).failed, case
