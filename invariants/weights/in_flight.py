@@ -330,7 +330,8 @@ weights_label_only_keeps_calls: Check = trace_check(
 
 class WeightsStalenessBound(EventCheck):
     """Counts published updates between a sample's oldest trained token and the newest weights that
-    every live server holds.
+    every live server holds. Updates that only the harness made do not count: the stack cannot know
+    of them.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -342,16 +343,20 @@ class WeightsStalenessBound(EventCheck):
         if event.version is None:
             return
         if event.label is not None and event.version not in self._rank:
-            held_rank = self._loaded.get(event.server_id) if event.identity else None
-            # An identity update is no new version for staleness: it keeps the rank of the weights
-            # that it repeats.
-            self._rank[event.version] = (
-                len(set(self._rank.values())) if held_rank is None else held_rank
-            )
+            self._rank[event.version] = self._new_rank(event, event.label)
         # Weights without a label are not published yet, so that no sample can be judged by them.
         self._loaded[event.server_id] = self._rank.get(
             event.version, self._loaded.get(event.server_id, 0)
         )
+
+    def _new_rank(self, event: Weights, label: Version) -> int:
+        # An identity update is no new version for staleness: it keeps the rank of the weights
+        # that it repeats.
+        if event.identity and event.server_id in self._loaded:
+            return self._loaded[event.server_id]
+        newest = max(self._rank.values(), default=-1)
+        unseen = event.by_harness and not self.context.history.is_known_to_stack(label)
+        return max(newest, 0) if unseen else newest + 1
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         self._loaded.pop(dead_server(event), None)

@@ -40,6 +40,30 @@ def test_a_server_that_lives_does() -> None:
         unknown(ID, _stuck(what, server), "not exercised")
 
 
+@pytest.mark.parametrize(("by_harness", "found"), [(True, 0), (False, 1)])
+def test_updates_that_the_stack_was_not_asked_for_do_not_age_a_sample(
+    by_harness: bool, found: int
+) -> None:
+    """The harness loads two versions one after the other, and the stack cannot know of them."""
+    script = TraceScript(max_staleness=1)
+    script.weights(0).submit()
+    script.reply(script.call((1, 2)), (3,), reason="abort")
+    for version in (1, 2):
+        script.weights(version, by_harness=by_harness)
+    script.reply(script.call((1, 2, 3)), (4, 5, 6), version=2)
+    assert found == check(ID, script.result((3, 4, 5, 6))).found
+
+
+def test_updates_of_the_stack_age_tokens_of_weights_that_it_was_not_asked_for() -> None:
+    """Two of them follow weights that the harness loaded."""
+    script = TraceScript(max_staleness=1)
+    script.weights(0).weights(1, by_harness=True).submit()
+    script.reply(script.call((1, 2)), (3,), reason="abort", version=1)
+    script.weights(2).weights(3)
+    script.reply(script.call((1, 2, 3)), (4, 5, 6), version=3)
+    assert "1, 2 updates behind" in finds(ID, script.result((3, 4, 5, 6))).observed
+
+
 def test_weights_that_sampled_nothing_do_not_age_a_sample() -> None:
     """A stretch without tokens says which weights were there, not which sampled."""
     script = TraceScript(max_staleness=1)
