@@ -35,7 +35,7 @@ class _Fit(NamedTuple):
     exact: Whether the sample has all tokens that the chain brought, and no others.
     part: Whether the sample is the beginning of them.
     tokens: How many leading tokens agree.
-    logprobs, rows, tags: How many logprobs, route rows and version tags agree.
+    logprobs, rows, tags: Of how many tokens logprobs, route rows and version tags agree.
     finish: Whether the reasons of their ends agree.
     """
 
@@ -124,14 +124,14 @@ def set_aside_chains(view: RequestView) -> None:
     answered = [c for c in chains if any(call.consumed is not None for call in c.calls)]
     if len(answered) < 2 or all(len(chain.calls) == 1 for chain in chains):
         return
+    fits = {id(chain): _fit(view, chain) for chain in answered}
+    best = max(answered, key=lambda chain: fits[id(chain)])
     # copies of each call make no chains of their own
-    if _is_race(view):
+    if _is_race(view, fits[id(best)]):
         return
     if not certain:
         view.undecided_race = True
         return
-    fits = {id(chain): _fit(view, chain) for chain in answered}
-    best = max(answered, key=lambda chain: fits[id(chain)])
     if not fits[id(best)].exact and explains(view) and fit_together(view):
         return
     alike = [chain for chain in answered if fits[id(chain)].content == fits[id(best)].content]
@@ -153,9 +153,9 @@ def _begun_together(view: RequestView) -> bool:
     )
 
 
-def _is_race(view: RequestView) -> bool:
-    """Return whether the calls that lost no race continue each other and make exactly the sample
-    (``rollproof.judging.races``).
+def _is_race(view: RequestView, best: _Fit) -> bool:
+    """Return whether the calls that lost no race (``rollproof.judging.races``) continue each other
+    and make exactly the sample, no worse than the best of the chains.
     """
     before, aside, undecided = list(view.attempts), list(view.set_aside), view.undecided_race
     set_aside_losers(view)
@@ -163,6 +163,8 @@ def _is_race(view: RequestView) -> bool:
         view.rollout is not None
         and view.stitched.response_ids == view.rollout.response_ids
         and fit_together(view)
+        # equal tokens show nothing: a candidate may be sampled again when the other one has them
+        and _fit(view, _Chain(view.attempts)) >= best
     )
     view.set_aside, view.undecided_race = aside, undecided
     set_attempts(view, before)
@@ -207,18 +209,19 @@ def _fit(view: RequestView, chain: _Chain) -> _Fit:
         min(len(tokens), len(response)),
     )
     values = [
-        values_of(view, call, len(call.call.prompt_ids))
+        (len(reply.output.token_ids), *values_of(view, call, len(call.call.prompt_ids)))
         for call in chain.calls
-        if call.consumed is not None
+        if (reply := call.consumed) is not None
     ]
     finish = None if view.rollout is None else view.rollout.finish_reason
     return _Fit(
         exact=view.rollout is not None and tokens == response,
         part=agree == len(response),
         tokens=agree,
-        logprobs=sum(logprobs for logprobs, _, _ in values),
-        rows=sum(rows for _, rows, _ in values),
-        tags=sum(tags for _, _, tags in values),
+        logprobs=sum(logprobs for _, logprobs, _, _ in values),
+        rows=sum(rows for _, _, rows, _ in values),
+        # by tokens: neither many calls nor few are the better explanation
+        tags=sum(count * tags for count, _, _, tags in values),
         finish=_finish(chain) == finish,
     )
 

@@ -93,6 +93,34 @@ def test_an_empty_abort_is_retried_in_its_chain() -> None:
     assert set() == CHAINS & blamed(script.result((3, 4)))
 
 
+@pytest.mark.parametrize(
+    ("call", "found"), [(3, set()), (2, set()), (9, {"stitch.logprobs-paired"})]
+)
+def test_equal_tokens_are_those_of_the_candidate_that_has_the_logprobs(
+    call: int, found: set[str]
+) -> None:
+    """The first candidate is sampled again when the other one has ended, with the same token."""
+    script = TraceScript().weights(0).submit(max_tokens=2)
+    first, second = script.call((1, 2)), script.call((1, 2), server="s1")
+    _reply(script, first, (), "abort")
+    _reply(script, second, (3,), "stop")
+    _reply(script, script.call((1, 2)), (3,), "stop")
+    sample = {"logprobs": np.array([-0.53 - call]), "finish_reason": FinishReason.STOP}
+    assert found == CHAINS & blamed(script.result((3,), **sample))
+
+
+def test_a_sample_that_ended_is_not_the_candidate_that_was_aborted() -> None:
+    """The loser begins with the same token, goes on from it and is aborted without another one."""
+    script = TraceScript().weights(0).submit(max_tokens=3)
+    first, second = script.call((1, 2)), script.call((1, 2), server="s1")
+    script.abort("r0")
+    script.reply(second, (3,), "stop")
+    script.reply(first, (3,), "abort")
+    script.reply(script.call((1, 2, 3)), (), "abort")
+    found = blamed(script.result((3,), finish_reason=FinishReason.STOP))
+    assert set() == found & {*CHAINS, "lifecycle.aborts-do-not-surface"}
+
+
 def test_a_call_that_continues_neither_is_found() -> None:
     """It sends a token that neither has."""
     script = TraceScript().weights(0).submit(max_tokens=3)
