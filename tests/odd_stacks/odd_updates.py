@@ -178,7 +178,8 @@ class UpdateRetriedEverywhere(Control):
 class TooOldIsDropped(Control):
     """A bound on staleness that a rollout is held to when its last call has ended: by the label
     that the trainer published last, and the oldest one of its tokens. A sample that came to be too
-    old is dropped. An update without a label, which no token would show, waits until nothing runs.
+    old is dropped. An update without a label, which no token would show, waits until nothing runs:
+    tokens that show none are of the weights that were loaded last without one.
     """
 
     contract = promise(versions="token", max_staleness=1)
@@ -186,6 +187,7 @@ class TooOldIsDropped(Control):
     def prepare(self):
         super().prepare()
         self.newest = self.fleet.case.first_version
+        self.labels, self.unnamed = {self.newest: self.newest}, None
         self.running = self.unlabelled = 0
         self.changed = asyncio.Condition()
 
@@ -204,6 +206,13 @@ class TooOldIsDropped(Control):
             async with self.changed:
                 self.changed.notify_all()
 
+    async def roll(self, weights, label, servers):
+        if label is None:
+            self.unnamed = weights
+        else:
+            self.labels.setdefault(weights, label)
+        await super().roll(weights, label, servers)
+
     async def rollout(self, request):
         async with self.changed:
             await self.changed.wait_for(lambda: not self.unlabelled)
@@ -217,16 +226,22 @@ class TooOldIsDropped(Control):
 
     async def fresh(self, request):
         sample = await super().rollout(request)
-        tags = [tag for tag in sample["token_versions"] if tag is not None]
-        too_old = self.newest - min(tags, default=self.newest) > 1
-        return await self.instead(request) if too_old else sample
+        return sample if self.newest - self.oldest(sample["token_versions"]) <= 1 else None
 
-    async def instead(self, request):
-        return None
+    def oldest(self, tags):
+        # weights may have a label, and be loaded again without it
+        labels = [self.labels.get(self.unnamed) if tag is None else tag for tag in tags]
+        return min((label for label in labels if label is not None), default=self.newest)
 
 
 class TooOldIsSampledAnew(TooOldIsDropped):
-    """Its prompt is sampled again."""
+    """Its prompt is sampled again, if there were new weights meanwhile: a server that missed them
+    would give such a sample again.
+    """
 
-    async def instead(self, request):
-        return await self.fresh(request)
+    async def fresh(self, request):
+        while True:
+            newest = self.newest
+            sample = await super().fresh(request)
+            if sample is not None or newest == self.newest:
+                return sample
