@@ -36,7 +36,7 @@ def _without_adapters(contract: Contract) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _LoadedAdapter:
     """An adapter that a server has: its version, the base model that it was trained on, the scale
     at which it is applied, and the event of its load.
     """
@@ -52,7 +52,7 @@ class _Servers(EventCheck):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self.held: dict[str, dict[str, _Held]] = {}
+        self.loaded: dict[str, dict[str, _LoadedAdapter]] = {}
         self.base: dict[str, Version] = {}
         self.unloaded: dict[tuple[str, str], int] = {}
 
@@ -62,20 +62,20 @@ class _Servers(EventCheck):
         if event.adapter is None:
             self.base[event.server_id] = event.version
             return
-        self.held.setdefault(event.server_id, {})[event.adapter] = _Held(
+        self.loaded.setdefault(event.server_id, {})[event.adapter] = _LoadedAdapter(
             event.version, event.base, event.true_scale, event.index
         )
 
     def on_adapter(self, event: Adapter, out: Collector) -> None:
-        adapters = self.held.setdefault(event.server_id, {})
+        adapters = self.loaded.setdefault(event.server_id, {})
         if event.change is AdapterChange.UNLOADED:
             adapters.pop(event.name, None)
             remember(self.unloaded, (event.server_id, event.name), event.index)
         elif event.change is AdapterChange.RELOADED and event.name in adapters:
-            held = adapters[event.name]
-            adapters[event.name] = _Held(
-                held.version if event.version is None else event.version,
-                held.base,
+            loaded = adapters[event.name]
+            adapters[event.name] = _LoadedAdapter(
+                loaded.version if event.version is None else event.version,
+                loaded.base,
                 event.true_scale,
                 event.index,
             )
@@ -83,13 +83,13 @@ class _Servers(EventCheck):
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death" and event.server_id is not None:
             # what it has when it is back is told by loads of its own
-            self.held.pop(event.server_id, None)
+            self.loaded.pop(event.server_id, None)
 
-    def adapter_of(self, call: Call) -> _Held | None:
+    def adapter_of(self, call: Call) -> _LoadedAdapter | None:
         """Return the adapter that a call names, if its server is known to have it."""
         if call.adapter is None:
             return None
-        return self.held.get(call.server_id, {}).get(call.adapter)
+        return self.loaded.get(call.server_id, {}).get(call.adapter)
 
 
 class WeightsAdapterLoaded(_Servers):
@@ -114,12 +114,12 @@ class WeightsAdapterLoaded(_Servers):
         if self.adapter_of(event) is not None:
             return
         gone = self.unloaded.get((event.server_id, event.adapter))
-        held = sorted(self.held.get(event.server_id, {}))
+        loaded = sorted(self.loaded.get(event.server_id, {}))
         out.finding(
             "a call names an adapter that its server does not have",
             expected=(
-                f"one of {held} on {event.server_id}, or the base model"
-                if held
+                f"one of {loaded} on {event.server_id}, or the base model"
+                if loaded
                 else f"no adapter: {event.server_id} was given none"
             ),
             observed=f"call {event.call_id} names {event.adapter!r}"
@@ -163,17 +163,17 @@ class WeightsAdapterCurrent(_Servers):
         due = self._due.pop(event.request_id, None)
         if due is None or event.server_id in self._away:
             return
-        held = self.adapter_of(event)
-        named = self.base.get(event.server_id) if held is None else held.version
+        loaded = self.adapter_of(event)
+        named = self.base.get(event.server_id) if loaded is None else loaded.version
         # an unknown name is judged by weights.adapter-loaded
-        if named is None or (held is None and event.adapter is not None):
+        if named is None or (loaded is None and event.adapter is not None):
             return
         server = event.server_id
-        adapters = self.held.get(server, {})
+        adapters = self.loaded.get(server, {})
         versions = [self.base.get(server), *(adapter.version for adapter in adapters.values())]
         # weights.update-loads judges a server that got nothing, weights.adapter-applied the rest
         if all(version is None or _is_newer(due, version) for version in versions) or (
-            held is not None and held.base != self.base.get(server)
+            loaded is not None and loaded.base != self.base.get(server)
         ):
             return
         out.exercised("requests after an update")
@@ -222,11 +222,11 @@ class WeightsAdapterApplied(_Servers):
     def on_admit(self, event: Admit, out: Collector) -> None:
         self._admits = True
         call = self._calls.get(event.call_id)
-        held = None if call is None else self.adapter_of(call)
-        if call is None or held is None:
+        loaded = None if call is None else self.adapter_of(call)
+        if call is None or loaded is None:
             return
         base = self.base.get(call.server_id)
-        place = (call.server_id, held.index, base)
+        place = (call.server_id, loaded.index, base)
         out.exercised("calls by an adapter")
         if place in self._judged:
             return
@@ -234,7 +234,7 @@ class WeightsAdapterApplied(_Servers):
         if len(self._judged) > 4096:
             self._judged.clear()
         self._judged.add(place)
-        self._judge(call, held, base, out)
+        self._judge(call, loaded, base, out)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         self._calls.pop(event.call_id, None)
@@ -244,18 +244,18 @@ class WeightsAdapterApplied(_Servers):
             out.absent("the trace does not say when a server admits a call")
 
     @staticmethod
-    def _judge(call: Call, held: _Held, base: Version, out: Collector) -> None:
+    def _judge(call: Call, loaded: _LoadedAdapter, base: Version, out: Collector) -> None:
         where: Mapping[str, Scalar] = {
             "call": call.call_id,
             "server": call.server_id,
-            "version": held.version,
-            "index": held.index,
+            "version": loaded.version,
+            "index": loaded.index,
         }
-        if held.base is not None and base is not None and held.base != base:
+        if loaded.base is not None and base is not None and loaded.base != base:
             out.finding(
                 "an adapter serves over another base model than it was trained on",
                 expected=(
-                    f"base model {held.base} below version {held.version} of adapter"
+                    f"base model {loaded.base} below version {loaded.version} of adapter"
                     f" {call.adapter!r}"
                 ),
                 observed=f"{call.server_id} has base model {base}",
@@ -265,11 +265,11 @@ class WeightsAdapterApplied(_Servers):
                     " unload it, or bring the new one before a call names it."
                 ),
             )
-        if held.scale is not None and held.scale != 1:
+        if loaded.scale is not None and loaded.scale != 1:
             out.finding(
                 "an adapter is applied at another scale than it was trained with",
                 expected=f"the scale of adapter {call.adapter!r}, once",
-                observed=f"{held.scale:g} times that scale on {call.server_id}",
+                observed=f"{loaded.scale:g} times that scale on {call.server_id}",
                 where=where,
                 hint=(
                     "alpha / rank was multiplied into the tensors and is applied again when they"

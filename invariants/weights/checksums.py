@@ -31,7 +31,7 @@ _OF_NOTHING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Stated:
     """Who told checksums of which weights, and where."""
 
     owner: str
@@ -40,28 +40,28 @@ class _Told:
     index: int
 
 
-class _ToldChecksums(EventCheck):
+class _StatedChecksums(EventCheck):
     """Knows the weights of which a server tells checksums, also if the server does not say."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._held: dict[tuple[str, str | None], Version] = {}
-        self.heard: bool = False
+        self._loaded: dict[tuple[str, str | None], Version] = {}
+        self.any_stated: bool = False
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.loaded:
-            self._held[event.server_id, event.adapter] = event.version
+            self._loaded[event.server_id, event.adapter] = event.version
 
-    def told(self, event: Checksums) -> _Told:
+    def stated(self, event: Checksums) -> _Stated:
         """Return who told checksums of which weights; ``""`` is the trainer."""
-        self.heard = True
+        self.any_stated = True
         version = event.version
         if version is None and event.server_id is not None:
-            version = self._held.get((event.server_id, event.adapter))
-        return _Told(event.server_id or "", version, event.digests, event.index)
+            version = self._loaded.get((event.server_id, event.adapter))
+        return _Stated(event.server_id or "", version, event.digests, event.index)
 
     def finish(self, out: Collector) -> None:
-        if not self.heard:
+        if not self.any_stated:
             out.inapplicable(_NOBODY)
 
 
@@ -71,36 +71,36 @@ class _Pair:
     it is not known whether their checksums can be equal.
     """
 
-    trained: _Told
-    server: _Told
+    trained: _Stated
+    server: _Stated
     open: set[str]
 
 
-class WeightsChecksumsAgree(_ToldChecksums):
+class WeightsChecksumsAgree(_StatedChecksums):
     """Compares tensors of the same name. An engine may have others than its trainer, or the same in
     another layout or type (quantised ones): a tensor counts if its checksums were ever equal.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._trainer: dict[tuple[str | None, Version], _Told] = {}
-        self._servers: dict[tuple[str | None, Version, str], _Told] = {}
+        self._trainer: dict[tuple[str | None, Version], _Stated] = {}
+        self._servers: dict[tuple[str | None, Version, str], _Stated] = {}
         self._pairs: list[_Pair] = []
         self._comparable: set[tuple[str | None, str]] = set()
 
     def on_checksums(self, event: Checksums, out: Collector) -> None:
-        told, adapter = self.told(event), event.adapter
-        if told.version is None:
+        stated, adapter = self.stated(event), event.adapter
+        if stated.version is None:
             return
-        if told.owner:
-            self._compare_replicas(adapter, told, out)
-            _store(self._servers, (adapter, told.version, told.owner), told)
+        if stated.owner:
+            self._compare_replicas(adapter, stated, out)
+            _store(self._servers, (adapter, stated.version, stated.owner), stated)
         else:
-            _store(self._trainer, (adapter, told.version), told)
-        trained = self._trainer.get((adapter, told.version))
+            _store(self._trainer, (adapter, stated.version), stated)
+        trained = self._trainer.get((adapter, stated.version))
         if trained is None:
             return
-        for server in [told] if told.owner else list(self._of(adapter, told.version)):
+        for server in [stated] if stated.owner else list(self._of(adapter, stated.version)):
             shared = trained.digests.keys() & server.digests.keys()
             self._comparable.update(
                 (adapter, name) for name in shared if trained.digests[name] == server.digests[name]
@@ -109,26 +109,26 @@ class WeightsChecksumsAgree(_ToldChecksums):
                 self._pairs.append(_Pair(trained, server, set(shared)))
         self._settle(adapter, out)
 
-    def _of(self, adapter: str | None, version: Version) -> Iterable[_Told]:
+    def _of(self, adapter: str | None, version: Version) -> Iterable[_Stated]:
         return (
-            told
-            for (name, other, _), told in self._servers.items()
+            stated
+            for (name, other, _), stated in self._servers.items()
             if (name, other) == (adapter, version)
         )
 
-    def _compare_replicas(self, adapter: str | None, told: _Told, out: Collector) -> None:
-        others = self._of(adapter, told.version)
-        other = next((other for other in others if other.owner != told.owner), None)
+    def _compare_replicas(self, adapter: str | None, stated: _Stated, out: Collector) -> None:
+        others = self._of(adapter, stated.version)
+        other = next((other for other in others if other.owner != stated.owner), None)
         if other is None:
             return
         out.exercised("checksums of two replicas")
-        differing = _differing(other, told)
+        differing = _differing(other, stated)
         if differing:
             out.finding(
                 "replicas hold different tensors under one version",
                 expected=f"the checksums of {other.owner} at event {other.index}",
-                observed=f"{_names(differing)} of {told.owner} differ",
-                where={"server": told.owner, "version": told.version, "index": told.index},
+                observed=f"{_names(differing)} of {stated.owner} differ",
+                where={"server": stated.owner, "version": stated.version, "index": stated.index},
                 hint=(
                     "One of them missed a part of the update, or was updated from elsewhere; if the"
                     " replicas are laid out differently, tell the rank with the name of a tensor"
@@ -171,26 +171,26 @@ class WeightsChecksumsAgree(_ToldChecksums):
             )
 
 
-class WeightsChecksumsCanDiffer(_ToldChecksums):
+class WeightsChecksumsCanDiffer(_StatedChecksums):
     """A step may leave weights as they are (a learning rate of 0), so that two versions alone prove
     nothing.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._last: dict[tuple[str, str | None], tuple[_Told, int]] = {}
+        self._last: dict[tuple[str, str | None], tuple[_Stated, int]] = {}
         self._reported: set[tuple[str, str | None]] = set()
 
     def on_checksums(self, event: Checksums, out: Collector) -> None:
-        told = self.told(event)
-        owner = told.owner or "the trainer"
+        stated = self.stated(event)
+        owner = stated.owner or "the trainer"
         key = (owner, event.adapter)
         where: Mapping[str, Scalar] = {
-            "server": told.owner or None,
-            "version": told.version,
-            "index": told.index,
+            "server": stated.owner or None,
+            "version": stated.version,
+            "index": stated.index,
         }
-        empty = sorted(name for name, digest in told.digests.items() if digest in _OF_NOTHING)
+        empty = sorted(name for name, digest in stated.digests.items() if digest in _OF_NOTHING)
         if empty and key not in self._reported:
             self._reported.add(key)
             out.finding(
@@ -204,20 +204,20 @@ class WeightsChecksumsCanDiffer(_ToldChecksums):
                 ),
             )
         before, repeats = self._last.get(key, (None, 0))
-        if before is None or told.version is None or before.version == told.version:
-            remember(self._last, key, (told, repeats))
+        if before is None or stated.version is None or before.version == stated.version:
+            remember(self._last, key, (stated, repeats))
             return
         out.exercised("checksums of other weights")
-        repeats = repeats + 1 if dict(before.digests) == dict(told.digests) else 0
-        remember(self._last, key, (told, repeats))
+        repeats = repeats + 1 if dict(before.digests) == dict(stated.digests) else 0
+        remember(self._last, key, (stated, repeats))
         if repeats >= 2 and key not in self._reported:
             self._reported.add(key)
             out.finding(
                 "checksums stay the same although the weights change",
                 expected="other checksums for other weights",
                 observed=(
-                    f"{owner} told the same {len(told.digests)} checksums for three versions, up to"
-                    f" {told.version}"
+                    f"{owner} told the same {len(stated.digests)} checksums for three versions, up"
+                    f" to {stated.version}"
                 ),
                 where=where,
                 hint=(
@@ -227,13 +227,13 @@ class WeightsChecksumsCanDiffer(_ToldChecksums):
             )
 
 
-def _store(entries: dict[_K, _Told], key: _K, told: _Told) -> None:
-    entries[key] = told
+def _store(entries: dict[_K, _Stated], key: _K, stated: _Stated) -> None:
+    entries[key] = stated
     if len(entries) > _REMEMBERED:
         del entries[next(iter(entries))]
 
 
-def _differing(one: _Told, other: _Told) -> list[str]:
+def _differing(one: _Stated, other: _Stated) -> list[str]:
     """Return the tensors that both have, with different checksums."""
     return sorted(
         name
