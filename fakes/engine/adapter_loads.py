@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from rollproof.core.events.rollout import Weights
 from rollproof.core.records import Version
 from rollproof.fakes.engine.exceptions import BadCall
 from rollproof.fakes.engine.harness_acts import acts_for_harness
+from rollproof.fakes.engine.transferring import Transferring
 
 if TYPE_CHECKING:
     from rollproof.core.case import EngineOptions
-    from rollproof.core.trace import Recorder
     from rollproof.fakes.engine.flavours import Flavour
     from rollproof.fakes.engine.inflight import InflightCall
-    from rollproof.fakes.engine.scheduler import Scheduler
 
 __all__ = ["AdapterLoads"]
 
 
-class AdapterLoads:
+class AdapterLoads(Transferring):
     """The part of a fake engine that is about adapters."""
 
-    server_id: str
     flavour: Flavour
     options: EngineOptions
-    published: tuple[int, Version] | None
-    _recorder: Recorder
-    _scheduler: Scheduler
 
     @property
+    @abstractmethod
     def in_flight(self) -> tuple[InflightCall, ...]:
         """Return the calls without a reply."""
-        raise NotImplementedError
 
-    def progress(self) -> dict[int, int]:
-        """Return the tokens sampled by each call in flight, by call id."""
-        raise NotImplementedError
-
-    def _refuse_dead(self) -> None:
-        raise NotImplementedError
-
+    @abstractmethod
     def _break_if_planned(self) -> None:
-        raise NotImplementedError
-
-    def _transferred(self) -> AbstractAsyncContextManager[None]:
-        raise NotImplementedError
+        """Raise ``TransferFailed`` if this transfer is to break."""
 
     async def load_adapter(
         self,

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
-
 from rollproof.core.events.rollout import Fault, Weights
 from rollproof.core.records import Version
 from rollproof.fakes.engine.adapters import AlteredKey
 from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.fakes.engine.harness_acts import acts_for_harness
-
-if TYPE_CHECKING:
-    from rollproof.core.trace import Recorder
-    from rollproof.fakes.engine.scheduler import Scheduler
+from rollproof.fakes.engine.transferring import Transferring
 
 __all__ = ["DeltaLoads"]
 
 
-class DeltaLoads:
+class DeltaLoads(Transferring):
     """The part of a fake engine that is about deltas. Like real ones, it applies them to whatever
     it has: it does not know from which weights they were made.
     """
 
-    server_id: str
     fail_next_load: bool
-    published: tuple[int, Version] | None
-    _recorder: Recorder
-    _scheduler: Scheduler
     _torn: tuple[int, int] | None = None
     """The base and the version of a delta that broke in the middle."""
-
-    def progress(self) -> dict[int, int]:
-        """Return the tokens sampled by each call in flight, by call id."""
-        raise NotImplementedError
-
-    def _refuse_dead(self) -> None:
-        raise NotImplementedError
-
-    def _transferred(self) -> AbstractAsyncContextManager[None]:
-        raise NotImplementedError
 
     async def load_delta(
         self, version: int, base: int, label: Version = None, *, adds: bool = False

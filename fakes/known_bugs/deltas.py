@@ -43,29 +43,29 @@ class _PartialUpdateServed(AsSampledDeltas):
         self._acknowledged[server.server_id] = weights
 
 
-class _ToldDigests(FakeEngine):
+class _WrongDigests(FakeEngine):
     """Tells other checksums than those of its tensors."""
 
     def checksums(self, adapter: str | None = None) -> Mapping[str, str]:
-        digests = {**tensor_checksums(self.policy, self._scheduler.key), **self.told()}
+        digests = {**tensor_checksums(self.policy, self._scheduler.key), **self.wrong()}
         self._recorder.record(
             Checksums(version=self.version, digests=digests, server_id=self.server_id)
         )
         return digests
 
-    def told(self) -> Mapping[str, str]:
-        """Return the checksums that are wrong."""
-        raise NotImplementedError
+    def wrong(self) -> Mapping[str, str]:
+        """Return the checksums that are wrong: each bug has its own."""
+        raise NotImplementedError(f"{type(self).__name__} must override ``wrong``")
 
 
-class _ChecksumOfNothing(_ToldDigests):
-    def told(self) -> Mapping[str, str]:
+class _ChecksumOfNothing(_WrongDigests):
+    def wrong(self) -> Mapping[str, str]:
         # the parameter is an empty placeholder: its weights are packed for the kernel
         return {"layers.0.mlp.gate.weight": hashlib.sha256(b"").hexdigest()}
 
 
-class _TensorNotLoaded(_ToldDigests):
-    def told(self) -> Mapping[str, str]:
+class _TensorNotLoaded(_WrongDigests):
+    def wrong(self) -> Mapping[str, str]:
         # the loader takes it for a tied weight, and skips it
         return {"lm_head.weight": tensor_checksums(self.policy, 0)["lm_head.weight"]}
 
