@@ -135,8 +135,7 @@ class AdapterLoads(Transferring):
             table.loaded[name] = adapter
         else:
             self._scheduler.replace_adapter(held, adapter)
-        if label is not None and not acts_for_harness():
-            self.published = (version, label)
+        self._note_published(version, label)
         self._recorder.record(
             Weights(
                 server_id=self.server_id,
@@ -151,7 +150,3 @@ class AdapterLoads(Transferring):
                 true_scale=scale,
             )
         )
-
-
-def _newest_adapter(server: AdapterLoads) -> int:
-    return max(server.adapters.values(), default=-1)

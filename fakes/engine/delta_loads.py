@@ -53,8 +53,7 @@ class DeltaLoads(Transferring):
             scheduler.reweigh(version, altered)
             self._torn = None
             scheduler.show(label)
-            if label is not None and not acts_for_harness():
-                self.published = (version, label)
+            self._note_published(version, label)
             self._recorder.record(
                 Weights(
                     server_id=self.server_id,

@@ -408,8 +408,7 @@ class FakeEngine(AdapterLoads, DeltaLoads):
 
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
         self._scheduler.show(label)
-        if label is not None and not acts_for_harness():
-            self.published = (self.version, label)
+        self._note_published(self.version, label)
         self._recorder.record(
             Weights(
                 server_id=self.server_id,

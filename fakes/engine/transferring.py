@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from rollproof.core.records import Version
+from rollproof.fakes.engine.harness_acts import acts_for_harness
 
 if TYPE_CHECKING:
     from rollproof.core.trace import Recorder
@@ -27,6 +28,11 @@ class Transferring(ABC):
     published: tuple[int, Version] | None
     _recorder: Recorder
     _scheduler: Scheduler
+
+    def _note_published(self, version: int, label: Version) -> None:
+        """Note weights that the stack, not the harness, has brought under a label."""
+        if label is not None and not acts_for_harness():
+            self.published = (version, label)
 
     @abstractmethod
     def progress(self) -> dict[int, int]:
