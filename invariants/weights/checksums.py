@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rollproof.core.events.rollout import Weights
 from rollproof.core.events.weights import Checksums
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["weights_checksums_agree", "weights_checksums_can_differ"]
 
-_K = TypeVar("_K")
 _NOBODY = "nobody told checksums of weights"
-_REMEMBERED = 64
-"""Checksums of servers that are compared with later ones: a trace may have thousands of updates."""
+_REMEMBERED = 8
+"""Of how many versions the checksums of a server are compared with later ones: a trace may have
+thousands of updates.
+"""
+_OPEN_PAIRS = 64
 _LISTED = 3
 _OF_NOTHING = frozenset(
     hashlib.new(name, usedforsecurity=False).hexdigest()
@@ -67,108 +70,121 @@ class _StatedChecksums(EventCheck):
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    """Checksums of a trainer and a server for the same weights; ``open`` are the tensors of which
-    it is not known whether their checksums can be equal.
+    """Checksums of a server and of its trainer or another server for the same weights; ``open`` are
+    the tensors of which it is not known whether their checksums can be equal.
     """
 
-    trained: _Stated
+    reference: _Stated
     server: _Stated
     open: set[str]
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return tuple(sorted((self.reference.owner, self.server.owner)))
+
 
 class WeightsChecksumsAgree(_StatedChecksums):
-    """Compares tensors of the same name. An engine may have others than its trainer, or the same in
-    another layout or type (quantised ones): a tensor counts if its checksums were ever equal.
+    """Compares tensors of the same name. A server may have others than its trainer or another
+    server, or the same in another layout or type (sharded, quantised): a tensor counts for two of
+    them if their checksums of it were ever equal.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._trainer: dict[tuple[str | None, Version], _Stated] = {}
-        self._servers: dict[tuple[str | None, Version, str], _Stated] = {}
-        self._pairs: list[_Pair] = []
-        self._comparable: set[tuple[str | None, str]] = set()
+        self._recent: dict[tuple[str | None, str], dict[Version, _Stated]] = {}
+        self._peers: dict[tuple[str | None, str], str] = {}
+        self._pairs: dict[str | None, list[_Pair]] = {}
+        self._comparable: dict[tuple[str | None, tuple[str, ...]], set[str]] = {}
 
     def on_checksums(self, event: Checksums, out: Collector) -> None:
         stated, adapter = self.stated(event), event.adapter
         if stated.version is None:
             return
+        others = [
+            recent[stated.version]
+            for (name, owner), recent in self._recent.items()
+            if name == adapter and owner != stated.owner and stated.version in recent
+        ]
+        recent = self._recent.setdefault((adapter, stated.owner), {})
+        recent.pop(stated.version, None)
+        recent[stated.version] = stated
+        if len(recent) > _REMEMBERED:
+            del recent[next(iter(recent))]
         if stated.owner:
-            self._compare_replicas(adapter, stated, out)
-            _store(self._servers, (adapter, stated.version, stated.owner), stated)
-        else:
-            _store(self._trainer, (adapter, stated.version), stated)
-        trained = self._trainer.get((adapter, stated.version))
-        if trained is None:
-            return
-        for server in [stated] if stated.owner else list(self._of(adapter, stated.version)):
-            shared = trained.digests.keys() & server.digests.keys()
-            self._comparable.update(
-                (adapter, name) for name in shared if trained.digests[name] == server.digests[name]
-            )
-            if shared:
-                self._pairs.append(_Pair(trained, server, set(shared)))
+            self._choose_peer(adapter, stated, [other for other in others if other.owner])
+        for other in others:
+            if not stated.owner or self._peers.get((adapter, other.owner)) == stated.owner:
+                self._pair(adapter, stated, other)
+            elif not other.owner or self._peers[adapter, stated.owner] == other.owner:
+                self._pair(adapter, other, stated)
         self._settle(adapter, out)
 
-    def _of(self, adapter: str | None, version: Version) -> Iterable[_Stated]:
-        return (
-            stated
-            for (name, other, _), stated in self._servers.items()
-            if (name, other) == (adapter, version)
-        )
+    def _choose_peer(self, adapter: str | None, stated: _Stated, servers: list[_Stated]) -> None:
+        """Choose with which server this one is compared: one alone, since pairs of all of a large
+        fleet are many. Servers of one layout find each other by equal checksums.
+        """
+        if servers and (adapter, stated.owner) not in self._peers:
+            alike = (other for other in servers if not _differing(other, stated))
+            self._peers[adapter, stated.owner] = next(alike, servers[0]).owner
 
-    def _compare_replicas(self, adapter: str | None, stated: _Stated, out: Collector) -> None:
-        others = self._of(adapter, stated.version)
-        other = next((other for other in others if other.owner != stated.owner), None)
-        if other is None:
+    def _pair(self, adapter: str | None, reference: _Stated, server: _Stated) -> None:
+        shared = reference.digests.keys() & server.digests.keys()
+        if not shared:
             return
-        out.exercised("checksums of two replicas")
-        differing = _differing(other, stated)
-        if differing:
-            out.finding(
-                "replicas hold different tensors under one version",
-                expected=f"the checksums of {other.owner} at event {other.index}",
-                observed=f"{_names(differing)} of {stated.owner} differ",
-                where={"server": stated.owner, "version": stated.version, "index": stated.index},
-                hint=(
-                    "One of them missed a part of the update, or was updated from elsewhere; if the"
-                    " replicas are laid out differently, tell the rank with the name of a tensor"
-                    " (vLLM #51350)."
-                ),
-            )
+        pair = _Pair(reference, server, shared)
+        equal = {name for name in shared if reference.digests[name] == server.digests[name]}
+        self._comparable.setdefault((adapter, pair.owners), set()).update(equal)
+        self._pairs.setdefault(adapter, []).append(pair)
 
     def _settle(self, adapter: str | None, out: Collector) -> None:
-        for pair in self._pairs:
-            ready = {name for name in pair.open if (adapter, name) in self._comparable}
+        pairs = self._pairs.get(adapter, [])
+        for pair in pairs:
+            ready = pair.open & self._comparable[adapter, pair.owners]
             pair.open -= ready
-            differing = sorted(ready.intersection(_differing(pair.trained, pair.server)))
             if not pair.open:
-                out.exercised("checksums of a trainer and a server")
-            if differing:
-                server = pair.server
-                out.finding(
-                    "a server holds other tensors than its trainer sent",
-                    expected=f"the checksums of the trainer for version {server.version}",
-                    observed=f"{_names(differing)} of {server.owner} differ",
-                    where={
-                        "server": server.owner,
-                        "version": server.version,
-                        "index": server.index,
-                    },
-                    hint=(
-                        "These tensors were not sent, not loaded, or changed by the load (tied"
-                        " weights, names that a loader skips)."
-                    ),
+                out.exercised(
+                    "checksums of a trainer and a server"
+                    if not pair.reference.owner
+                    else "checksums of two replicas"
                 )
-        self._pairs = [pair for pair in self._pairs if pair.open][-_REMEMBERED:]
+            differing = sorted(ready.intersection(_differing(pair.reference, pair.server)))
+            if differing:
+                _report(pair, differing, out)
+        pairs[:] = [pair for pair in pairs if pair.open][-_OPEN_PAIRS:]
 
     def finish(self, out: Collector) -> None:
         super().finish(out)
-        if self._pairs:
-            names = sorted(set().union(*(pair.open for pair in self._pairs)))
+        for pair in itertools.chain.from_iterable(self._pairs.values()):
             out.absent(
-                f"checksums of {_names(names)} were never those of the trainer: the server may have"
-                " them in another layout or type"
+                f"checksums of {_names(sorted(pair.open))} of {pair.server.owner} were never those"
+                f" of {pair.reference.owner or 'the trainer'}: it may have them in another layout"
+                " or type"
             )
+            return
+
+
+def _report(pair: _Pair, differing: list[str], out: Collector) -> None:
+    reference, server = pair.reference, pair.server
+    replica = bool(reference.owner)
+    out.finding(
+        "replicas hold different tensors under one version"
+        if replica
+        else "a server holds other tensors than its trainer sent",
+        expected=(
+            f"the checksums of {reference.owner} at event {reference.index}"
+            if replica
+            else f"the checksums of the trainer for version {server.version}"
+        ),
+        observed=f"{_names(differing)} of {server.owner} differ",
+        where={"server": server.owner, "version": server.version, "index": server.index},
+        hint=(
+            "One of them missed a part of the update, or was updated from elsewhere. They were"
+            " equal in another version, so they are laid out alike."
+            if replica
+            else "These tensors were not sent, not loaded, or changed by the load (tied weights,"
+            " names that a loader skips)."
+        ),
+    )
 
 
 class WeightsChecksumsCanDiffer(_StatedChecksums):
@@ -227,12 +243,6 @@ class WeightsChecksumsCanDiffer(_StatedChecksums):
             )
 
 
-def _store(entries: dict[_K, _Stated], key: _K, stated: _Stated) -> None:
-    entries[key] = stated
-    if len(entries) > _REMEMBERED:
-        del entries[next(iter(entries))]
-
-
 def _differing(one: _Stated, other: _Stated) -> list[str]:
     """Return the tensors that both have, with different checksums."""
     return sorted(
@@ -254,7 +264,10 @@ weights_checksums_agree: Check = trace_check(
         "The tensors of a server have the checksums that its trainer and the other servers tell for"
         " the same weights."
     ),
-    needs="Checksums events of the trainer and of servers, or of several servers",
+    needs=(
+        "Checksums events of the trainer and of servers, or of several servers, which were equal in"
+        " some version"
+    ),
     exercised_by=("checksums of two replicas", "checksums of a trainer and a server"),
 )(WeightsChecksumsAgree)
 weights_checksums_can_differ: Check = trace_check(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from rollproof.core.events.rollout import Update, UpdatePhase
 from rollproof.core.events.weights import Adapter, AdapterChange
+from rollproof.core.oracle import Oracle
+from rollproof.judging.checks import CheckResult
 from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 LOADED, CURRENT, APPLIED = (f"weights.adapter-{name}" for name in ("loaded", "current", "applied"))
@@ -40,16 +42,28 @@ def test_a_contract_without_adapters_rules_the_checks_out() -> None:
         inapplicable(name, script, "the contract declares no adapters")
 
 
+def _driven(script: TraceScript) -> CheckResult:
+    """What the check says of the trace of a run that the harness drove, whole from its begin."""
+    return check(LOADED, script, cast(Oracle, object()))
+
+
 def test_a_name_that_no_adapter_has_is_found() -> None:
     """It was never brought to the server."""
     script = _fleet()
     script.call((1, 2), adapter="policy")
-    finding = finds(LOADED, script)
+    (finding,) = _driven(script).findings
     assert "a call names an adapter that its server does not have" == finding.title
     assert "no adapter: s0 was given none" == finding.expected
     assert "call 1 names 'policy'" == finding.observed
     assert "The adapter was never brought to this server." == finding.hint
     assert {"call": 1, "server": "s0", "index": 2} == finding.where
+
+
+def test_an_adapter_that_a_recording_does_not_show_is_unknown() -> None:
+    """It may have been loaded before the recording began, also beside one that is shown."""
+    for script in (_fleet(), _updated()):
+        script.call((1, 2), adapter="judge")
+        unknown(LOADED, script, "the trace has no load of adapter 'judge' on s0")
 
 
 def test_an_adapter_that_was_unloaded_is_found() -> None:
@@ -66,7 +80,8 @@ def test_an_adapter_of_another_server_does_not_count() -> None:
     script = _updated()
     script.weights(0, server="s1")
     script.call((1, 2), adapter="policy", server="s1")
-    assert "no adapter: s1 was given none" == finds(LOADED, script).expected
+    (finding,) = _driven(script).findings
+    assert "no adapter: s1 was given none" == finding.expected
 
 
 def test_an_adapter_that_is_there_passes() -> None:

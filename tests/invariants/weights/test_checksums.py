@@ -73,16 +73,50 @@ def test_tensors_that_were_never_equal_are_unknown() -> None:
         _told(0, a="1", embedding="9"), _told(0, "s0", a="q1", embedding="9"),
         _told(1, a="2", embedding="9"), _told(1, "s0", a="q2", embedding="9"),
     )  # fmt: skip
-    unknown(AGREE, script, "checksums of a were never those of the trainer")
+    unknown(AGREE, script, "checksums of a of s0 were never those of the trainer")
     unknown(AGREE, _script(_told(0, a="1"), _told(0, "s0", qkv="2")), "not exercised")
 
 
 def test_replicas_that_differ_are_found_without_a_trainer() -> None:
-    """They are laid out alike."""
-    finding = finds(AGREE, _script(_told(1, "s0", a="1", b="1"), _told(1, "s1", a="1", b="2")))
+    """They were equal in another version, so they are laid out alike. Who tells first, and in which
+    order versions come, makes no difference.
+    """
+    equal = (_told(0, "s0", a="1", b="1"), _told(0, "s1", a="1", b="1"))
+    differ = (_told(1, "s0", a="2", b="2"), _told(1, "s1", a="2", b="1"))
+    finding = finds(AGREE, _script(*equal, *differ))
     assert "replicas hold different tensors under one version" == finding.title
-    assert "the checksums of s0 at event 1" == finding.expected
+    assert "the checksums of s0 at event 3" == finding.expected
     assert "b of s1 differ" == finding.observed
+    for other_order in ((*differ, *equal), (*equal, *reversed(differ))):
+        assert "b of " in finds(AGREE, _script(*other_order)).observed
+
+
+def test_replicas_that_were_never_equal_are_unknown() -> None:
+    """One may be sharded over more ranks, as prefill and decode servers are."""
+    script = _script(
+        *(
+            _told(version, server, norm=str(version), mlp=f"{server} {version}")
+            for version in (0, 1)
+            for server in ("prefill", "decode")
+        )
+    )
+    unknown(AGREE, script, "checksums of mlp of decode were never those of prefill")
+
+
+def test_servers_of_two_layouts_are_compared_within_their_layout() -> None:
+    """Each finds one that has the same checksums, whoever tells first."""
+    told = [
+        _told(version, f"{kind}{number}", mlp=f"{kind} {version}")
+        for version in (0, 1)
+        for kind in ("prefill", "decode")
+        for number in (0, 1)
+    ]
+    told[-1] = _told(1, "decode1", mlp="decode 0")
+    finding = finds(AGREE, _script(*told))
+    assert ("the checksums of decode0 at event 7", "mlp of decode1 differ") == (
+        finding.expected,
+        finding.observed,
+    )
 
 
 def test_other_versions_and_adapters_are_not_compared() -> None:
