@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollproof.core.records import Request as Request
     from rollproof.core.records import Rollout as Rollout
     from rollproof.core.records import Span as Span
+    from rollproof.core.sampling_masks import SamplingMask as SamplingMask
     from rollproof.core.subjects import BatchSubject as BatchSubject
     from rollproof.core.subjects import EngineSubject as EngineSubject
     from rollproof.core.subjects import ReplaySubject as ReplaySubject
@@ -120,6 +121,7 @@ _HOMES = {
     "core.limits": ("RolloutLimits",),
     "core.own_stops": ("OwnStops",),
     "core.records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
+    "core.sampling_masks": ("SamplingMask",),
     "verification.layouts": ("judge_layouts",),
     "verification.replay": ("judge_replay",),
     "layouts.functions": ("LayoutSubject", "layout_function"),
@@ -180,6 +182,7 @@ __all__ = [
     "RolloutLimits",
     "RolloutSubject",
     "RollproofError",
+    "SamplingMask",
     "Span",
     "StackError",
     "SubjectError",

@@ -21,6 +21,7 @@ from rollproof.core.records import (
     as_tokens,
     spread,
 )
+from rollproof.core.sampling_masks import SamplingMask
 
 __all__ = [
     "BatchRow",
@@ -32,6 +33,7 @@ __all__ = [
     "LogprobArray",
     "Request",
     "Rollout",
+    "SamplingMask",
     "Scalar",
     "Span",
     "Version",

@@ -37,7 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.core.error_text import show
-from rollproof.core.records import IntArray, LogprobArray, Version
+from rollproof.core.records import IntArray, LogprobArray, Scalar, Version
+from rollproof.core.sampling_masks import SamplingMask
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.coded.hashing import (
     F1,
@@ -50,6 +51,7 @@ from rollproof.fakes.coded.hashing import (
     finish,
     prefix_hashes,
 )
+from rollproof.fakes.coded.supports import coded_supports
 
 if TYPE_CHECKING:
     from rollproof.core.case import Model
@@ -297,6 +299,23 @@ class CodedPolicy:
         Raises ``UsageError`` if a position has no span: a row without a version was never computed.
         """
         return self._routes_of(finish(self._seeds(spans, ids, start, stop, _ROUTES)))
+
+    def sampling_mask(
+        self,
+        spans: Iterable[VersionSpan],
+        ids: Sequence[int],
+        start: int,
+        stop: int,
+        sampling: Mapping[str, Scalar],
+    ) -> SamplingMask | None:
+        """Return the support of each token from position ``start`` (at least 1) to ``stop``, under
+        its span's version; ``None`` if ``sampling`` leaves no token out.
+        """
+        # a support depends on the tokens before, so that all draws of one position share it
+        before = [(low - 1, high - 1, version) for low, high, version in spans]
+        drawn = finish(self._seeds(before, ids, start - 1, stop - 1, _LOGPROBS))
+        tokens = np.array(ids[start:stop], dtype=np.int64)
+        return coded_supports(drawn, tokens, self.vocab, sampling)
 
     def _logprobs_of(self, drawn: Hashes) -> LogprobArray:
         grid = (drawn >> _LOGPROB_SHIFT).astype(np.float64)

@@ -22,6 +22,7 @@ from rollproof.core.events.weights import Checksums
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Scalar, Version, as_tokens
 from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
+from rollproof.fakes.coded.supports import is_greedy
 from rollproof.fakes.engine.adapter_loads import AdapterLoads
 from rollproof.fakes.engine.checksums import tensor_checksums
 from rollproof.fakes.engine.delta_loads import DeltaLoads
@@ -34,7 +35,7 @@ from rollproof.fakes.engine.exceptions import (
 )
 from rollproof.fakes.engine.flavours import Flavour, PausedCalls
 from rollproof.fakes.engine.harness_acts import acts_for_harness
-from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire, is_greedy
+from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire
 from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
 from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
@@ -127,6 +128,7 @@ class FakeEngine(AdapterLoads, DeltaLoads):
         siblings: set[int] | None = None,
         wire: Wire | None = None,
         adapter: str | None = None,
+        return_sampling_mask: bool = False,
     ) -> EngineOutput:
         """Sample up to ``max_tokens`` tokens after ``prompt_ids`` and return them.
 
@@ -148,6 +150,8 @@ class FakeEngine(AdapterLoads, DeltaLoads):
                 added: each draws another one, unless it is greedy.
             wire: the connection to the caller; ``None`` for a call within the program.
             adapter: the name of the adapter that serves the call; ``None``: the base model does.
+            return_sampling_mask: return the tokens among which each token was drawn, if
+                ``sampling`` leaves tokens out.
 
         Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` if the flavour
         raises while paused.
@@ -172,6 +176,7 @@ class FakeEngine(AdapterLoads, DeltaLoads):
             stop_token_ids=() if ends is None else tuple(sorted(ends - self._ends)),
             crossed=_crossed(ids),
             adapter=adapter,
+            want_sampling_mask=return_sampling_mask,
         )
         self._recorder.record(call)
         try:
@@ -485,6 +490,7 @@ class FakeEngine(AdapterLoads, DeltaLoads):
             draw=self._hooks.draw(call.prompt_ids, call.sampling),
             root=root_of(call.sampling, self._scheduler.identity_of(adapter)),
             adapter=adapter,
+            masked_by=call.sampling if call.want_sampling_mask else None,
         )
         self._scheduler.add(queued)
         self._wake()

@@ -13,7 +13,7 @@ from rollproof.fakes.engine.adapters import LoadedAdapter
 from rollproof.fakes.engine.flavours import Flavour, ReprefillRows
 from rollproof.fakes.engine.kv_cache import KeySpan, Kv, Root, clipped, key_of
 
-__all__ = ["FirstDraw", "InflightCall", "Wire", "is_greedy"]
+__all__ = ["FirstDraw", "InflightCall", "Wire"]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +62,6 @@ class FirstDraw:
     taken: set[int] | None = None
 
 
-def is_greedy(sampling: Mapping[str, Scalar]) -> bool:
-    """Return whether a call takes the most probable tokens, so that its siblings are equal."""
-    return sampling.get("temperature") == 0 or sampling.get("top_k") == 1
-
-
 @dataclass(slots=True, eq=False)
 class InflightCall:
     """A call between its submission and its reply.
@@ -93,6 +88,7 @@ class InflightCall:
     lost_after, late_by, duplicated: planned faults of the reply, in steps.
     wire: the connection to the caller; ``None`` for a call within the program.
     adapter: the adapter that serves it; ``None``: the base model does.
+    masked_by: the sampling parameters that its sampling mask is of; ``None``: none is requested.
     """
 
     call_id: int
@@ -131,6 +127,7 @@ class InflightCall:
     ended: tuple[FinishReason, Version] | None = None
     wire: Wire | None = None
     adapter: LoadedAdapter | None = None
+    masked_by: Mapping[str, Scalar] | None = None
 
     @property
     def sampled(self) -> int:

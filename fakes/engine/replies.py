@@ -10,6 +10,7 @@ import numpy as np
 from rollproof.core.contract import Filler, LayerAxis, Rows
 from rollproof.core.events.rollout import Reply
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span, Version
+from rollproof.core.sampling_masks import SamplingMask
 from rollproof.fakes.coded.policy import CodedPolicy, VersionSpan
 from rollproof.fakes.engine.flavours import Flavour, VersionTag
 from rollproof.fakes.engine.inflight import InflightCall
@@ -46,6 +47,7 @@ def reply_to(call: InflightCall, policy: CodedPolicy, flavour: Flavour) -> Reply
             if reason is FinishReason.ABORT
             else ""
         ),
+        sampling_mask=_shown_mask(call, keys, policy, flavour),
     )
     return Reply(
         call_id=call.call_id,
@@ -95,8 +97,12 @@ def caller_copy(output: EngineOutput) -> EngineOutput:
     if routes is not None:
         # a view of a read-only array cannot be made writable again, so it needs no copy
         routes = routes.copy() if routes.flags.writeable else routes.view()
+    mask = output.sampling_mask
     return replace(
-        output, logprobs=None if output.logprobs is None else output.logprobs.copy(), routes=routes
+        output,
+        logprobs=None if output.logprobs is None else output.logprobs.copy(),
+        routes=routes,
+        sampling_mask=None if mask is None else mask.copy(),
     )
 
 
@@ -147,6 +153,19 @@ def _shown_logprobs(
         # a server serialises them, so nobody can write to them and the trace needs no copy
         logprobs.flags.writeable = False
     return logprobs
+
+
+def _shown_mask(
+    call: InflightCall, keys: list[KeySpan], policy: CodedPolicy, flavour: Flavour
+) -> SamplingMask | None:
+    if call.masked_by is None or not call.sampled:
+        return None
+    # it goes the way of the other values by token
+    if _is_aborted(call) and not flavour.abort_logprobs:
+        return None
+    return policy.sampling_mask(
+        _versions(keys, call.prompt_len), call.ids, call.prompt_len, len(call.ids), call.masked_by
+    )
 
 
 def _shown_routes(

@@ -67,6 +67,7 @@ _BOOLS = (
     "multimodal",
     "reply_gaps",
     "group_aborts",
+    "sampling_masks",
 )
 _ROUTE_FIELDS = (
     "final_row",
@@ -127,6 +128,8 @@ class Contract:
             ``missing_logprobs`` says how it marks the tokens.
         columns: The further columns that a batch carries: each a ``Column``, or a mapping of its
             fields. The samples of cases then have them. For conversions into batches only.
+        sampling_masks: Whether samples carry the sampling mask that an engine returned with each
+            token. Calls whose sampling leaves tokens out (top_k, top_p, min_p) then request them.
         pad_id: The token with which the stack pads, most often an end of sequence; ``None``: 0.
             Cases have samples that contain it.
         final_row: The content of the last sampled token's row, which no forward computed; with
@@ -175,6 +178,7 @@ class Contract:
     own_stops: OwnStops | None = None
     reply_gaps: bool = False
     columns: tuple[Column, ...] = ()
+    sampling_masks: bool = False
     pad_id: int | None = None
     final_row: Filler | None = None
     layer_axis: LayerAxis | None = None

@@ -33,6 +33,7 @@ from rollproof.core.records import (
     as_routes,
     as_tokens,
 )
+from rollproof.core.sampling_masks import as_sampling_mask
 from rollproof.errors import SubjectError
 
 __all__ = [
@@ -53,6 +54,7 @@ _CONVERTERS: Mapping[str, Callable[..., Any]] = {
     "prompt_ids": as_tokens,
     "response_ids": as_tokens,
     "token_ids": as_tokens,
+    "sampling_mask": as_sampling_mask,
 }
 """The fields of numbers: lists, arrays and tensors become what a record holds."""
 _ROW_FIELDS = (
@@ -144,6 +146,10 @@ def validate_row(row: BatchRow, where: str, declared: Sequence[Column] | None = 
         )
     values["columns"] = _columns_of(row.columns, problems)
     values["values"] = _values_of(row.values, problems)
+    try:
+        values["sampling_mask"] = as_sampling_mask(row.sampling_mask)
+    except SubjectError as error:
+        problems.append(str(error).removesuffix("."))
     if declared is not None:
         problems += _undeclared(values, declared)
     if problems:

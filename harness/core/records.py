@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.core.number_arrays import FLOATS, INTEGERS, MASKS, to_array
+from rollproof.core.sampling_masks import SamplingMask
 from rollproof.errors import SubjectError
 
 __all__ = [
@@ -133,6 +134,8 @@ class EngineOutput:
         version: The tag that the engine showed.
         spans: Tags that the engine showed, over the tokens of this call.
         native: The finish reason in the engine's own spelling.
+        sampling_mask: The tokens among which each token was drawn; ``None``: the engine returned
+            none.
     """
 
     token_ids: tuple[int, ...]
@@ -146,6 +149,7 @@ class EngineOutput:
     cached_tokens: int | None = None
     native: str = ""
     message: str = ""
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -174,6 +178,7 @@ class Rollout:
         columns: Further values that a conversion into a batch is given, by the name of a ``Column``
             of the contract: ``(response,)`` or, if it declares so, ``(prompt + response,)``.
         values: Further values of the sample, likewise: a reward, the label of its group.
+        sampling_mask: The tokens among which each token of the response was drawn.
     """
 
     request_id: str
@@ -193,6 +198,7 @@ class Rollout:
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     columns: Mapping[str, ColumnArray] = field(default_factory=dict)
     values: Mapping[str, Scalar] = field(default_factory=dict)
+    sampling_mask: SamplingMask | None = None
 
     @property
     def total(self) -> int:
@@ -218,6 +224,8 @@ class BatchRow:
             none.
         columns: ``(places,)`` each: the further columns that the contract declares, by name.
         values: Their one value of a row, by name.
+        sampling_mask: The tokens among which the token of each place was drawn; ``None`` if the
+            batch carries none.
     """
 
     request_id: str
@@ -229,6 +237,7 @@ class BatchRow:
     routed: IntArray | None = None
     columns: Mapping[str, ColumnArray] = field(default_factory=dict)
     values: Mapping[str, Scalar] = field(default_factory=dict)
+    sampling_mask: SamplingMask | None = None
 
 
 _INTEGERS = frozenset({int})

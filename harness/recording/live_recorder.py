@@ -506,6 +506,7 @@ class LiveRecorder:
             want_routes=call.want_routes,
             want_logprobs=call.want_logprobs,
             routes_start=call.routes_start,
+            want_sampling_mask=call.want_sampling_mask,
             candidates=owners if len(owners) > 1 else (),
         )
         misfit = misfit_of(event)

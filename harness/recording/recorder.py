@@ -60,7 +60,8 @@ class EngineCall:
     ``request_id`` is the id of a rollout's request, or a handle that begins with it and ``-``,
     ``_``, ``:``, ``/`` or ``.``. Without it the call belongs to the rollout in whose context it is
     made, else to the one request that its tokens fit; if several remain, none of them is judged.
-    ``adapter`` is the name of the adapter that is to serve it.
+    ``adapter`` is the name of the adapter that is to serve it, ``want_sampling_mask`` whether it
+    requests sampling masks.
     """
 
     prompt_ids: tuple[int, ...]
@@ -73,6 +74,7 @@ class EngineCall:
     want_logprobs: bool = True
     routes_start: int = 0
     adapter: str | None = None
+    want_sampling_mask: bool = False
 
 
 def record(
@@ -454,6 +456,7 @@ class Recording:
                 want_logprobs=call.want_logprobs,
                 routes_start=call.routes_start,
                 adapter=call.adapter,
+                want_sampling_mask=call.want_sampling_mask,
                 candidates=owners if len(owners) > 1 else (),
             )
             misfit = misfit_of(event)

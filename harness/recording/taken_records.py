@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout
+from rollproof.core.sampling_masks import SamplingMask
 from rollproof.recording.recorder import EngineCall
 
 __all__ = ["Taken", "copied", "size_of"]
@@ -52,7 +53,7 @@ _PLAIN = frozenset((int, float, str, bool, type(None), bytes))
 _MUTABLE: Mapping[type, tuple[str, ...]] = {
     Request: ("prompt_ids", "sampling", "turns"),
     EngineCall: ("prompt_ids", "sampling"),
-    EngineOutput: ("token_ids", "logprobs", "routes", "spans"),
+    EngineOutput: ("token_ids", "logprobs", "routes", "spans", "sampling_mask"),
     Rollout: (
         "prompt_ids",
         "response_ids",
@@ -65,6 +66,7 @@ _MUTABLE: Mapping[type, tuple[str, ...]] = {
         "extra",
         "columns",
         "values",
+        "sampling_mask",
     ),
     BatchRow: (
         "token_ids",
@@ -75,6 +77,7 @@ _MUTABLE: Mapping[type, tuple[str, ...]] = {
         "routed",
         "columns",
         "values",
+        "sampling_mask",
     ),
 }
 """Fields that may hold a list or an array, or another thing that its owner may go on to change."""
@@ -87,6 +90,9 @@ def copied(value: Any) -> Any:
         return {
             name: item if type(item) in _PLAIN else copied(item) for name, item in value.items()
         }
+    # its arrays may be lists or tensors still
+    if type(value) is SamplingMask:
+        return SamplingMask(counts=copied(value.counts), token_ids=copied(value.token_ids))
     # the first item speaks for all: a look at each token would cost the loop time
     if type(value) is list and value and type(value[0]) not in _PLAIN:
         return [*map(copied, value)]
@@ -98,6 +104,8 @@ def size_of(values: Any) -> int:
     """Return the bytes that numbers in a list or the like are taken to have; 0 if it has no
     length.
     """
+    if type(values) is SamplingMask:
+        return size_of(values.counts) + size_of(values.token_ids)
     try:
         return _NUMBER * len(values)
     except TypeError:

@@ -57,6 +57,7 @@ PUBLIC = {
     "RolloutLimits",
     "RolloutSubject",
     "RollproofError",
+    "SamplingMask",
     "Span",
     "StackError",
     "SubjectError",

@@ -76,6 +76,7 @@ class Call(Event):
             made, if those replies did not lead to it: it was made by a timer, say. Known on the
             virtual clock only.
         adapter: The name of the adapter that is to serve the call; ``None``: the base model.
+        want_sampling_mask: Whether the call requests sampling masks.
     """
 
     kind: ClassVar[str] = "call"
@@ -98,6 +99,7 @@ class Call(Event):
     stop_string_tokens: tuple[int, ...] = ()
     crossed: tuple[int, ...] = ()
     adapter: str | None = None
+    want_sampling_mask: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
