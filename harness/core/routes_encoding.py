@@ -7,12 +7,15 @@ to it; vLLM's own endpoint sends a NumPy file in base64; others send a mapping w
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pybase64
+from numpy.lib import format as npy
 
+from rollproof.core.error_text import describe_error, show
 from rollproof.core.records import IntArray
 
 __all__ = [
@@ -23,7 +26,10 @@ __all__ = [
     "from_described",
     "from_flat",
     "from_npy",
+    "integer_type",
 ]
+
+_INTEGER_TYPE = re.compile(r"[<>|=]?[iu][1248]|u?int(8|16|32|64)")
 
 
 def as_int32(routes: IntArray) -> str:
@@ -71,9 +77,8 @@ def from_flat(text: str, layers: int, top_k: int, dtype: str = "int32") -> IntAr
     Raises:
         ValueError: the bytes do not fit.
     """
-    return np.frombuffer(
-        pybase64.b64decode(text, validate=True), dtype=np.dtype(dtype).newbyteorder("<")
-    ).reshape(-1, layers, top_k)
+    flat = np.frombuffer(pybase64.b64decode(text, validate=True), dtype=integer_type(dtype))
+    return flat.reshape(-1, layers, top_k)
 
 
 def from_npy(text: str) -> IntArray:
@@ -82,10 +87,18 @@ def from_npy(text: str) -> IntArray:
     Raises:
         ValueError: it is no ``.npy`` file.
     """
-    array: IntArray = np.load(
-        io.BytesIO(pybase64.b64decode(text, validate=True)), allow_pickle=False
-    )
-    return array
+    data = pybase64.b64decode(text, validate=True)
+    file = io.BytesIO(data)
+    # not np.load: it makes room for the shape that the header names before it looks at the rest
+    try:
+        version = npy.read_magic(file)
+        read_header = npy.read_array_header_1_0 if version[0] == 1 else npy.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(file)
+    # the header is a literal of Python, of which the parser says whatever it likes
+    except Exception as error:
+        raise ValueError(f"it is no .npy file: {describe_error(error)}") from error
+    flat = np.frombuffer(data, dtype=integer_type(dtype.str), offset=file.tell())
+    return flat.reshape(shape, order="F" if is_fortran else "C")
 
 
 def from_described(encoded: Mapping[str, Any]) -> IntArray:
@@ -95,7 +108,19 @@ def from_described(encoded: Mapping[str, Any]) -> IntArray:
         KeyError: a key is missing.
         ValueError: the bytes do not fit the shape.
     """
-    dtype = np.dtype(encoded["dtype"]).newbyteorder("<")
-    return np.frombuffer(pybase64.b64decode(encoded["data"], validate=True), dtype=dtype).reshape(
-        encoded["shape"]
-    )
+    data = pybase64.b64decode(encoded["data"], validate=True)
+    return np.frombuffer(data, dtype=integer_type(encoded["dtype"])).reshape(encoded["shape"])
+
+
+def integer_type(name: object) -> np.dtype[Any]:
+    """Return the type of whole numbers of this name, little-endian unless the name says otherwise.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    # a server's own text: numpy also makes types of structures and of Python objects
+    match = _INTEGER_TYPE.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"{show(name)} is no type of whole numbers")
+    dtype = np.dtype(match[0])
+    return dtype.newbyteorder("<") if dtype.isnative else dtype

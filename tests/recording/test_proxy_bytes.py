@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import itertools
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Fault, Reply, Unrecorded
 from rollproof.errors import TraceError
 from rollproof.recording.proxy import detection
+from rollproof.recording.proxy.app import ProxyApp
 from rollproof.store import TraceWriter
 from tests.recording.proxied import UNKNOWN_SERVER, Proxied, proxied
 
@@ -226,6 +232,66 @@ def test_a_server_that_is_gone_is_a_502(tmp_path: Path) -> None:
     assert [("fault", "reject")] == _shown(proxy.trace)
 
 
+def test_a_status_that_http_does_not_have_is_a_502(tmp_path: Path) -> None:
+    """A reply that cannot be passed on is refused, and its client is told why."""
+    with before(http("700 Odd", "content-length: 0"), tmp_path) as (_, proxy):
+        status, _, body = ask(proxy.url)
+    assert (b"502", True) == (status, b"it answered with status 700" in body)
+    assert [("fault", "lost-reply")] == _shown(proxy.trace)
+
+
+def test_a_reply_of_many_chunks_lets_others_go_on(tmp_path: Path) -> None:
+    """Chunks that are there at once are passed on in turns."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            time.sleep(0.002)  # noqa: ASYNC251 - work, during which nobody waits
+            yield b"y"
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=chunks())
+
+    async def receive() -> Any:
+        received.append(1)
+        if len(received) > 1:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def others() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            app = ProxyApp(
+                "http://s0",
+                server_id="s0",
+                client=client,
+                begun=lambda _: None,
+                ended=lambda _: None,
+                unsure=lambda _: None,
+                own=lambda *_: asyncio.sleep(0),
+                clock=time.monotonic,
+                max_body=4096,
+            )
+            scope = {"type": "http", "method": "GET", "path": "/", "query_string": b""}
+            working = asyncio.create_task(others())
+            await app({**scope, "headers": []}, receive, send)
+            working.cancel()
+
+    received: list[int] = []
+    sent: list[Any] = []
+    turns: list[int] = []
+    asyncio.run(run())
+
+    assert 20 == sum(message.get("body") == b"y" for message in sent)
+    assert len(turns) >= 20
+
+
 def test_a_client_that_leaves_breaks_its_call(tmp_path: Path) -> None:
     """The server is left, too, and the trace says what had passed."""
     stream = http("200 OK", _STREAM, "content-length: 99999", body=event([7]))
@@ -322,3 +388,13 @@ def test_an_address_that_does_not_answer(url: str, message: str) -> None:
     """Is refused before anything is written."""
     with pytest.raises(detection.UsageError, match=message):
         detection.detect(url)
+
+
+@pytest.mark.parametrize("answer", [b'{"data": [', b" "])
+def test_an_answer_without_an_end_is_none(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server says of itself is read up to a limit, in bytes and in time."""
+    monkeypatch.setattr(detection, "_MAX_ANSWER", 1 << 16)
+    endless = itertools.chain([answer], itertools.repeat(b" " * 4096))
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=endless))
+    with httpx.Client(base_url="http://s0", transport=transport) as client:
+        assert {} == detection._asked(client, "/v1/models")

@@ -7,11 +7,12 @@ import importlib.util
 from tools.fuzz.command_targets import COMMANDS
 from tools.fuzz.endpoint_targets import ENDPOINTS
 from tools.fuzz.file_targets import FILES
+from tools.fuzz.recording_targets import RECORDINGS
 from tools.fuzz.target import Target
 
 __all__ = ["TARGETS", "unavailable"]
 
-TARGETS: dict[str, Target] = {**FILES, **COMMANDS, **ENDPOINTS}
+TARGETS: dict[str, Target] = {**FILES, **COMMANDS, **ENDPOINTS, **RECORDINGS}
 
 
 def unavailable(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ _HOP_HEADERS = frozenset(
 _RECORDED_PATHS = frozenset((*SAMPLING_PATHS, *CONTROL_PATHS))
 # paths may have ids in them, and a proxy may run for weeks
 _MAX_OTHER_PATHS = 64
+_LONGEST_TURN = 0.001
+"""Seconds after which a reply lets the others go on."""
 
 
 class ReplyCut(Exception):
@@ -203,6 +206,11 @@ class ProxyApp:
     async def _pass_on(
         self, response: httpx.Response, send: Send, exchange: Exchange | None
     ) -> None:
+        if response.status_code >= 600:
+            # uvicorn writes none beyond, and an error within it would look like a crash of ours
+            error = httpx.RemoteProtocolError(f"it answered with status {response.status_code}")
+            await self._refuse(send, exchange, error)
+            return
         start = {
             "type": "http.response.start",
             "status": response.status_code,
@@ -212,6 +220,7 @@ class ProxyApp:
         if recorded is not None and recorded.is_complete:
             self._end(recorded.exchange, How.COMPLETE)
         await send(start)
+        waited = time.monotonic()
         try:
             # raw: its client chose the encoding, and Content-Length counts packed bytes
             async for chunk in response.aiter_raw():
@@ -222,6 +231,10 @@ class ProxyApp:
                     if recorded.is_complete:
                         self._end(recorded.exchange, How.COMPLETE)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                # a read may bring ten thousand chunks, which httpx yields without a pause
+                if time.monotonic() > waited + _LONGEST_TURN:
+                    await asyncio.sleep(0)
+                    waited = time.monotonic()
         except httpx.HTTPError as error:
             self.traffic.broken += 1
             if recorded is not None:

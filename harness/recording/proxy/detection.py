@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import orjson
 
 from rollproof.core.records import Version
 from rollproof.errors import UsageError
+from rollproof.recording.wire.sampling_replies import label_of
 
 __all__ = ["ServerFacts", "detect"]
 
 _SECONDS = 10.0
+_MAX_ANSWER = 1 << 20
+"""Bytes of an answer. One without an end would be waited for, and kept, for as long as it lasts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +72,7 @@ def detect(url: str) -> ServerFacts:
     return ServerFacts(
         engine=engine,
         release=found if isinstance(found, str) else "",
-        label=label if isinstance(label, int | str) and label != "default" else None,
+        label=label_of(label),
         newest_only=info.get("incremental_streaming_output", info.get("stream_output")) is not True,
     )
 
@@ -83,9 +88,16 @@ def _asked(client: httpx.Client, path: str) -> dict[str, Any]:
     Raises:
         httpx.HTTPError: it does not answer.
     """
+    body, ends = b"", time.monotonic() + _SECONDS
     try:
-        reply = client.get(path)
-        value: Any = reply.json() if reply.status_code == 200 else {}
+        with client.stream("GET", path) as reply:
+            if reply.status_code != 200:
+                return {}
+            for chunk in reply.iter_bytes():
+                body += chunk
+                if len(body) > _MAX_ANSWER or time.monotonic() > ends:
+                    return {}
+        value: Any = orjson.loads(body)
     # a busy server may be slow: what it does not say in time stays unknown
     except (ValueError, httpx.ReadTimeout):
         return {}

@@ -14,11 +14,13 @@ import orjson
 from rollproof.core.call_ownership import Caller
 from rollproof.recording.wire.sampling_replies import UnreadableReply
 
-__all__ = ["Exchange", "How", "KeptReply", "StreamedEvents"]
+__all__ = ["TOO_LONG", "Exchange", "How", "KeptReply", "StreamedEvents"]
+
+TOO_LONG = "its reply is longer than the recorder keeps (--max-body)"
 
 _INDEX = re.compile(rb'"index":\s*(\d+)\s*\}$')
-# deflate packs zeros a thousandfold: a small reply must not fill the memory
-_MAX_UNPACKED = 1 << 30
+# in runs: a server may send nothing but empty lines
+_EMPTY_LINES = re.compile(rb"\r?\n(?:\r?\n)+")
 
 
 class How(StrEnum):
@@ -52,7 +54,8 @@ class Exchange:
         how: how it ended.
         detail: what broke.
         caller: where in this process it was made; ``None``: in another one.
-            body_too_long, reply_too_long: more bytes came than are kept.
+        body_too_long, reply_too_long: more bytes came than are kept.
+        max_reply: bytes of the reply that are kept, and to which a packed one may expand.
     """
 
     number: int
@@ -73,6 +76,7 @@ class Exchange:
     caller: Caller | None = None
     body_too_long: bool = False
     reply_too_long: bool = False
+    max_reply: int = 64 << 20
 
     def request_json(self) -> Any:
         """Return the JSON value of the request; an empty body is ``{}``.
@@ -99,7 +103,7 @@ class Exchange:
                 kept.
         """
         if self.reply_too_long:
-            raise UnreadableReply("its reply is longer than the recorder keeps (--max-body)")
+            raise UnreadableReply(TOO_LONG)
         if self.encoding in ("", "identity"):
             return self.reply
         if self.encoding not in ("gzip", "deflate"):
@@ -107,9 +111,13 @@ class Exchange:
         # 47 finds a header of gzip or zlib; HTTP's deflate has that of zlib (RFC 9110, 8.4.1.2)
         unpacker = zlib.decompressobj(wbits=47 if self.encoding == "gzip" else zlib.MAX_WBITS)
         try:
-            return unpacker.decompress(self.reply, _MAX_UNPACKED)
+            unpacked = unpacker.decompress(self.reply, self.max_reply)
         except zlib.error as error:
             raise UnreadableReply(f"its reply cannot be unpacked ({error})") from error
+        # deflate packs zeros a thousandfold: a small reply must not fill the memory
+        if unpacker.unconsumed_tail:
+            raise UnreadableReply(TOO_LONG)
+        return unpacked
 
     @property
     def size(self) -> int:
@@ -125,7 +133,7 @@ class StreamedEvents:
     Attributes:
         newest_only: an event holds all tokens so far, so that the last one of each sample will do:
             those of a long reply would take its square.
-        size: bytes that are kept.
+        size: bytes that are kept, those of an event that has not ended included.
         done: whether the event came that ends a stream.
     """
 
@@ -134,25 +142,33 @@ class StreamedEvents:
     done: bool = False
     _events: list[bytes] = field(default_factory=list)
     _newest: dict[int, bytes] = field(default_factory=dict)
-    _rest: bytes = b""
+    _rest: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes) -> None:
         """Add bytes of the stream."""
-        data = self._rest + data
-        if b"\r" in data:
-            # after the two were joined: the last chunk may have ended between the two characters
-            data = data.replace(b"\r\n", b"\n")
-        *events, self._rest = data.split(b"\n\n")
-        for event in events:
-            text = b"\n".join(
-                line.removeprefix(b"data:").strip()
-                for line in event.split(b"\n")
-                if line.startswith(b"data:")
-            )
-            if text == b"[DONE]":
-                self.done = True
-            elif text:
-                self._add(text)
+        rest = self._rest
+        # only new bytes are searched, or an event of many chunks would take the square of it; an
+        # empty line may have begun in the last chunk
+        start, searched = 0, max(0, len(rest) - 3)
+        self.size += len(data)
+        rest += data
+        while end := _EMPTY_LINES.search(rest, searched):
+            self.size -= end.end() - start
+            self._take_event(bytes(rest[start : end.start()]))
+            start = searched = end.end()
+        del end
+        del rest[:start]
+
+    def _take_event(self, event: bytes) -> None:
+        text = b"\n".join(
+            line.removeprefix(b"data:").strip()
+            for line in event.split(b"\n")
+            if line.startswith(b"data:")
+        )
+        if text == b"[DONE]":
+            self.done = True
+        elif text:
+            self._add(text)
 
     def _add(self, text: bytes) -> None:
         self.size += len(text)
@@ -182,7 +198,7 @@ class KeptReply:
     def __init__(self, exchange: Exchange, most: int, expected: int | None) -> None:
         self.exchange: Exchange = exchange
         self.is_complete: bool = expected == 0
-        self._most = most
+        exchange.max_reply = most
         self._expected = expected
         self._chunks: list[bytes] = []
         self._size = 0
@@ -232,11 +248,10 @@ class KeptReply:
             else:
                 exchange.events.take(chunk)
                 self._size = exchange.events.size
-            if self._size > self._most:
+            if self._size > exchange.max_reply:
                 exchange.reply_too_long = True
                 self._chunks.clear()
                 if exchange.events is not None:
-                    # its end is still looked for, in little memory
                     exchange.events = StreamedEvents(newest_only=True)
         if exchange.events is not None and exchange.events.done:
             self.is_complete = True

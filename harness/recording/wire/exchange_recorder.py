@@ -26,7 +26,7 @@ from rollproof.core.report_headers import INTERNAL, OWNER_HEADER, ROLLOUT_HEADER
 from rollproof.errors import UsageError
 from rollproof.recording.live_trace import LiveTrace
 from rollproof.recording.wire.control_calls import Control, ControlKind, control_of, succeeded
-from rollproof.recording.wire.exchange import Exchange, How
+from rollproof.recording.wire.exchange import TOO_LONG, Exchange, How
 from rollproof.recording.wire.sampling_calls import (
     SAMPLING_PATHS,
     SamplingRequest,
@@ -324,7 +324,7 @@ class ExchangeRecorder:
     def _read(self, exchange: Exchange, request: SamplingRequest) -> Iterable[PartialOutput]:
         if exchange.events is not None:
             if exchange.reply_too_long:
-                raise UnreadableReply("its reply is longer than the recorder keeps (--max-body)")
+                raise UnreadableReply(TOO_LONG)
             return streamed_outputs(request, exchange.events)
         # a reply in one piece that broke is no JSON: its client has nothing of it
         if exchange.how in (How.BROKEN, How.LEFT):

@@ -16,11 +16,21 @@ import orjson
 import pybase64
 
 from rollproof.core.contract import Contract, LayerAxis
+from rollproof.core.number_arrays import INTEGERS, to_array
+from rollproof.core.record_validation import validate_output
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span, Version
-from rollproof.core.routes_encoding import from_described, from_npy
+from rollproof.core.routes_encoding import from_described, from_npy, integer_type
+from rollproof.errors import SubjectError
 from rollproof.recording.wire.sampling_calls import SamplingRequest, WireCall, token_array
 
-__all__ = ["PartialOutput", "RefusedReply", "UnreadableReply", "outputs_of", "streamed_outputs"]
+__all__ = [
+    "PartialOutput",
+    "RefusedReply",
+    "UnreadableReply",
+    "label_of",
+    "outputs_of",
+    "streamed_outputs",
+]
 
 _UNLABELLED = "default"
 """The label that both engines show for weights to which nobody gave one."""
@@ -33,9 +43,9 @@ _REASONS: Mapping[str, FinishReason] = {
 _NO_TOKENS = (
     "its reply has text and no token ids: have the client ask for them (vLLM: return_token_ids)"
 )
-
-
 _FLOATS = frozenset((float,))
+_MAX_DIGITS = 19
+"""Digits of 64 bits. Python refuses to read a number of more than 4300."""
 
 
 class UnreadableReply(ValueError):
@@ -84,7 +94,7 @@ class PartialOutput:
         logprobs = self.logprobs
         if not call.logprobs or (logprobs is not None and len(logprobs) != len(self.tokens)):
             logprobs = None
-        return EngineOutput(
+        output = EngineOutput(
             token_ids=tuple(self.tokens),
             logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float64),
             routes=self._routes(call, contract),
@@ -96,6 +106,11 @@ class PartialOutput:
             native=native,
             message=message,
         )
+        # a trace with a field that no trace can hold would be a damaged one from here on
+        try:
+            return validate_output(output, "the server")
+        except SubjectError as error:
+            raise UnreadableReply(str(error).removesuffix(".")) from error
 
     def _routes(self, call: WireCall, contract: Contract | None) -> IntArray | None:
         if self.routes is None or contract is None or not contract.has_routes:
@@ -103,7 +118,7 @@ class PartialOutput:
         rows = len(call.prompt_ids or ()) + len(self.tokens) - 1 - call.routes_start
         try:
             return _decoded(self.routes, self.routes_dtype, contract, rows)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, SubjectError, TypeError, ValueError) as error:
             raise UnreadableReply(f"its routes cannot be read: {error}") from error
 
 
@@ -142,8 +157,8 @@ def streamed_outputs(request: SamplingRequest, events: Iterable[bytes]) -> list[
         return _choices(request, replies)
     outputs = [PartialOutput() for _ in request.calls]
     for reply in replies:
-        index = reply.get("index", 0) if isinstance(reply, dict) else 0
-        if not 0 <= index < len(outputs):
+        index = _object(reply).get("index", 0)
+        if not isinstance(index, int) or not 0 <= index < len(outputs):
             raise UnreadableReply("its stream has more samples than were requested")
         _take_sglang(outputs[index], reply)
     return outputs
@@ -160,7 +175,7 @@ def _take_sglang(output: PartialOutput, reply: Any) -> None:
     """Add a reply of ``/generate``, or an event of its stream: all tokens so far, or the new ones
     (``incremental_streaming_output``).
     """
-    meta = reply.get("meta_info") if isinstance(reply, dict) else None
+    meta = _object(reply).get("meta_info")
     if not isinstance(meta, dict):
         raise UnreadableReply("its reply has no meta_info")
     pairs = meta.get("output_token_logprobs")
@@ -184,7 +199,7 @@ def _take_sglang(output: PartialOutput, reply: Any) -> None:
     if type(count) is int and len(output.tokens) + 1 < count:
         output.trouble = "events of its stream that had some of its tokens are missing"
     output.reason = meta.get("finish_reason", output.reason)
-    output.version = _label(meta.get("weight_version"))
+    output.version = label_of(meta.get("weight_version"))
     output.spans = meta.get("weight_versions") or ()
     cached = meta.get("cached_tokens")
     output.cached_tokens = cached if type(cached) is int else None
@@ -198,7 +213,7 @@ def _sglang_logprobs(pairs: Any) -> list[float] | None:
         return None
     try:
         values = [pair[0] for pair in pairs]
-    except (IndexError, TypeError):
+    except (IndexError, KeyError, TypeError):
         return None
     return _numbers(values)
 
@@ -207,11 +222,11 @@ def _choices(request: SamplingRequest, replies: Sequence[Any]) -> list[PartialOu
     """Read replies in OpenAI's form, or the chunks of a stream."""
     outputs = [PartialOutput() for _ in request.calls]
     for reply in replies:
-        choices = reply.get("choices") if isinstance(reply, dict) else None
+        choices = _object(reply).get("choices")
         if not isinstance(choices, list):
             raise UnreadableReply("its reply has no choices")
         for number, choice in enumerate(choices):
-            index = choice.get("index", number) if isinstance(choice, dict) else -1
+            index = choice.get("index", number) if isinstance(choice, dict) else None
             if not isinstance(index, int) or not 0 <= index < len(outputs):
                 raise UnreadableReply("its reply has other choices than were requested")
             _take_choice(outputs[index], choice)
@@ -227,7 +242,8 @@ def _take_choice(output: PartialOutput, choice: Mapping[str, Any]) -> None:
     logprobs = choice.get("logprobs")
     if ids is None:
         ids = _ids_of_logprobs(logprobs)
-    text = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content")
+    message = choice.get("delta") or choice.get("message")
+    text = choice.get("text") or _object(message).get("content")
     tokens = token_array(ids)
     if tokens is not None:
         output.tokens += tokens
@@ -244,7 +260,7 @@ def _take_choice(output: PartialOutput, choice: Mapping[str, Any]) -> None:
         # without any text or tokens nothing was sampled only if the reply says so by ids
         if ids is None and not output.tokens:
             output.trouble = _NO_TOKENS
-    for holder in (choice, choice.get("meta_info") or {}):
+    for holder in (choice, _object(choice.get("meta_info"))):
         if holder.get("routed_experts") is not None:
             output.routes = holder["routed_experts"]
             output.routes_dtype = str(holder.get("routed_experts_dtype") or "int32")
@@ -265,7 +281,9 @@ def _ids_of_logprobs(logprobs: Any) -> list[int] | None:
         return None
     ids = [str(word).removeprefix("token_id:") for word in words]
     named = all(str(word).startswith("token_id:") for word in words)
-    return [int(name) for name in ids] if named and all(map(str.isdecimal, ids)) else None
+    if not named or not all(name.isdecimal() and len(name) <= _MAX_DIGITS for name in ids):
+        return None
+    return [*map(int, ids)]
 
 
 def _choice_logprobs(logprobs: Any) -> list[float] | None:
@@ -285,8 +303,14 @@ def _numbers(values: list[Any]) -> list[float]:
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
-def _label(value: Any) -> Version:
-    return value if isinstance(value, int | str) and value != _UNLABELLED else None
+def label_of(value: Any) -> Version:
+    """Return the label of weights that a server names; ``None`` if it names none."""
+    # not isinstance: JSON's true is an int in Python
+    return value if type(value) in (int, str) and value != _UNLABELLED else None
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _spans(spans: Sequence[Any]) -> Iterable[Span]:
@@ -295,7 +319,7 @@ def _spans(spans: Sequence[Any]) -> Iterable[Span]:
             continue
         start, end = span.get("start"), span.get("end")
         if type(start) is int and type(end) is int and 0 <= start < end:
-            yield Span(start=start, end=end, version=_label(span.get("version")))
+            yield Span(start=start, end=end, version=label_of(span.get("version")))
 
 
 def _decoded(routes: Any, dtype: str, contract: Contract, rows: int) -> IntArray:
@@ -303,14 +327,13 @@ def _decoded(routes: Any, dtype: str, contract: Contract, rows: int) -> IntArray
     if isinstance(routes, dict):
         return from_described(routes)
     if isinstance(routes, list):
-        return np.array(routes, dtype=np.int64)
+        return to_array(routes, name="the list", rank=3, numbers=INTEGERS)
     if not isinstance(routes, str):
         raise TypeError(f"a {type(routes).__name__} is none of the forms that engines use")
     if routes.startswith("k05VTVBZ"):  # base64 of what a .npy file begins with
         return from_npy(routes)
     # without a shape: only the model says how many layers and experts there are
-    kind = np.dtype(dtype).newbyteorder("<")
-    flat = np.frombuffer(pybase64.b64decode(routes, validate=True), dtype=kind)
+    flat = np.frombuffer(pybase64.b64decode(routes, validate=True), dtype=integer_type(dtype))
     sizes = {contract.route_layers, contract.layer_count, len(contract.routed_layers)}
     fitting = [
         layers
