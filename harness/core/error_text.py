@@ -90,9 +90,12 @@ def show(value: object) -> str:
     # Python refuses to print an int of more than 4300 digits
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"
-    # not its text: a list may hold a million tokens
-    if isinstance(value, Mapping | list | tuple | set):
-        return f"a {type(value).__name__} of {len(value)}"
-    # ascii: a hostile text could hold terminal escapes
-    text = ascii(value)
+    try:
+        # not its text: a list may hold a million tokens
+        if isinstance(value, Mapping | list | tuple | set):
+            return f"a {type(value).__name__} of {len(value)}"
+        # ascii: a hostile text could hold terminal escapes
+        text = ascii(value)
+    except Exception:  # noqa: BLE001 - a ``__repr__`` of the user's may raise whatever it likes
+        return f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

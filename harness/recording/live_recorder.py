@@ -11,7 +11,8 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,7 @@ from rollproof.recording.live_calls import RecordedActor, watch_live
 from rollproof.recording.live_trace import Counts, LiveTrace, WallClock
 from rollproof.recording.recorder import EngineCall
 from rollproof.recording.redaction import Redaction, RequestSample
-from rollproof.recording.taken_records import Taken, copied, size_of
+from rollproof.recording.taken_records import Taken
 from rollproof.recording.wire.exchange import Exchange
 from rollproof.recording.wire.exchange_recorder import ExchangeRecorder
 from rollproof.recording.wrapping import WatchedCall
@@ -172,6 +173,8 @@ class LiveRecorder:
         )
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
+        self._refused_calls: set[int] = set()
 
     @property
     def counts(self) -> Counts:
@@ -314,8 +317,8 @@ class LiveRecorder:
         """Record the end of a request: the sample that reaches the trainer, an error, or neither if
         it was dropped.
         """
-        ended = request_id if request_id is not None else getattr(rollout, "request_id", "")
         taken = Taken(rollout)
+        ended = taken.request_id if request_id is None else request_id
         self._put(self._result, ended, taken, error, size=taken.size)
 
     def batch(
@@ -328,15 +331,19 @@ class LiveRecorder:
             rows: What they became: one row for each.
             name: A name for the batch, such as that of the step.
         """
-        taken = [Taken(sample) for sample in samples]
-        made = [Taken(row) for row in rows]
+        try:
+            taken, made = [*map(Taken, samples)], [*map(Taken, rows)]
+        except Exception as error:  # noqa: BLE001 - recording must not end what is recorded
+            self._put(self._refuse, f"batch() got no samples and rows: {describe_error(error)}")
+            return
         size = sum(item.size for item in (*taken, *made))
         self._put(self._batch, name, taken, made, size=size)
 
     def observation(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Record tokens that the environment appends to a request's sequence."""
-        tokens = copied(token_ids)
-        self._put(self._observation, request_id, tokens, size=size_of(tokens))
+        # its fields may be of any type until the other thread looks at them
+        taken = Taken(Observation(request_id=request_id, token_ids=token_ids))  # type: ignore[arg-type]
+        self._put(self._observation, taken, size=taken.size)
 
     def update(self, version: Version, label: Version, phase: UpdatePhase | str) -> None:
         """Record that the trainer asks for the weights ``version`` under ``label`` (phase
@@ -365,7 +372,7 @@ class LiveRecorder:
     def close(self) -> None:
         """Write what waits, and seal the trace. Closing twice is harmless."""
         with self._lock:
-            if self._closed:
+            if self._closed or self._is_forked():
                 return
             self._closed = True
         self._writer.close()
@@ -442,7 +449,18 @@ class LiveRecorder:
     def _put(
         self, action: Callable[..., None], *args: Any, size: int = 0, small: bool = False
     ) -> bool:
+        if self._is_forked():
+            counts = self._trace.counts
+            counts.dropped += 1
+            counts.first_trouble = counts.first_trouble or _FORKED
+            return False
         return self._writer.put((action, self._clock(), args), size, small=small)
+
+    def _is_forked(self) -> bool:
+        """Return whether this process is a copy of the one that records: it has no thread that
+        writes, and the file is not its own.
+        """
+        return os.getpid() != self._process
 
     # what follows runs in the writer's thread
 
@@ -461,61 +479,74 @@ class LiveRecorder:
     def _note_error(self, error: Exception) -> None:
         self._trace.add_error(error, self._clock())
 
-    def _submit(self, at: float, taken: Taken) -> None:
-        request = taken.record()
+    @contextmanager
+    def _refusing(
+        self, at: float, request_id: object, call_id: int | None = None
+    ) -> Iterator[None]:
+        """Note as unreadable what cannot be recorded: a loop's objects raise whatever they like."""
         try:
-            request = validate_request(request, "The caller of submit()")
+            yield
+        except Exception as error:  # noqa: BLE001 - as above
+            text = str(error) if isinstance(error, RollproofError) else describe_error(error)
+            named = request_id if isinstance(request_id, str) else ""
+            self._trace.add_unreadable(text, at, request_id=named, call_id=call_id)
+
+    def _refuse(self, _at: float, text: str) -> None:
+        """Note that something of no request was lost."""
+        raise UsageError(text)
+
+    def _submit(self, at: float, taken: Taken) -> None:
+        with self._refusing(at, taken.request_id):
+            request = validate_request(taken.record(), "The caller of submit()")
             if request.request_id in self._owners:
                 raise UsageError(f"request {request.request_id!r} is already open")
-        except RollproofError as error:
-            self._trace.add_unreadable(str(error), at, request_id=_id_of(request))
-            return
-        self._owners.begin(request)
-        self._trace.add(Submit(request=request), at)
+            self._owners.begin(request)
+            self._trace.add(Submit(request=request), at)
 
     def _result(self, at: float, request_id: str, taken: Taken, error: str | None) -> None:
-        rollout = taken.record()
-        try:
+        with self._refusing(at, request_id):
+            rollout = taken.record()
             if rollout is not None:
-                rollout = validate_rollout(
-                    rollout, "The caller of result()", self._trace.contract.dtypes
-                )
-            event = Result(request_id=request_id, rollout=rollout, error=error)
-            misfit = misfit_of(event)
-            if misfit is not None:
-                raise UsageError(misfit)
-        except RollproofError as trouble:
-            self._trace.add_unreadable(str(trouble), at, request_id=str(request_id))
+                dtypes = self._trace.contract.dtypes
+                rollout = validate_rollout(rollout, "The caller of result()", dtypes)
+            self._add_sound(Result(request_id=request_id, rollout=rollout, error=error), at)
+        if isinstance(request_id, str):
             self._owners.end(request_id)
-            return
-        self._owners.end(request_id)
+
+    def _add_sound(self, event: Event, at: float, where: str = "") -> None:
+        """Write an event whose fields come from the loop. Raises ``UsageError`` if one of them
+        cannot be written.
+        """
+        misfit = misfit_of(event)
+        if misfit is not None:
+            raise UsageError(f"{where}{misfit}")
         self._trace.add(event, at)
 
     def _call(self, at: float, call_id: int, taken: Taken, caller: Caller) -> None:
-        call: EngineCall = taken.record()
-        prompt = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
-        owners = self._owners_of(call.request_id, prompt, caller)
-        event = Call(
-            call_id=call_id,
-            request_id=owners[0] if len(owners) == 1 else "",
-            server_id=call.server_id,
-            prompt_ids=prompt,
-            max_tokens=call.max_tokens,
-            sampling={} if call.sampling is None else dict(call.sampling),
-            media=call.media,
-            want_routes=call.want_routes,
-            want_logprobs=call.want_logprobs,
-            routes_start=call.routes_start,
-            want_sampling_mask=call.want_sampling_mask,
-            candidates=owners if len(owners) > 1 else (),
-        )
-        misfit = misfit_of(event)
-        if misfit is not None:
-            for request_id in owners:
-                self._trace.add_unreadable(misfit, at, request_id=request_id)
-            return
-        self._owners.asks(call_id, event.request_id)
-        self._trace.add(event, at)
+        running = caller[0]
+        request_id = taken.request_id or (running.request_id if running is not None else "")
+        self._refused_calls.add(call_id)
+        with self._refusing(at, request_id, call_id):
+            call: EngineCall = taken.record()
+            prompt = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
+            owners = self._owners_of(call.request_id, prompt, caller)
+            event = Call(
+                call_id=call_id,
+                request_id=owners[0] if len(owners) == 1 else "",
+                server_id=call.server_id,
+                prompt_ids=prompt,
+                max_tokens=call.max_tokens,
+                sampling={} if call.sampling is None else dict(call.sampling),
+                media=call.media,
+                want_routes=call.want_routes,
+                want_logprobs=call.want_logprobs,
+                routes_start=call.routes_start,
+                want_sampling_mask=call.want_sampling_mask,
+                candidates=owners if len(owners) > 1 else (),
+            )
+            self._add_sound(event, at)
+            self._owners.asks(call_id, event.request_id)
+            self._refused_calls.discard(call_id)
 
     def _owners_of(
         self, handle: str | None, prompt: tuple[int, ...], caller: Caller
@@ -528,40 +559,51 @@ class LiveRecorder:
             return ("",)
 
     def _reply(self, at: float, call_id: int, taken: Taken) -> None:
-        try:
-            output = validate_output(taken.record(), "to_output")
-        except RollproofError as error:
-            self._unreadable(at, str(error), call_id)
+        if self._was_refused(call_id):
             return
-        self._owners.answered(call_id, output.token_ids)
-        self._trace.add(Reply(call_id=call_id, output=output), at)
+        tokens: tuple[int, ...] = ()
+        with self._refusing(at, "", call_id):
+            output = validate_output(taken.record(), "to_output")
+            tokens = output.token_ids
+            self._trace.add(Reply(call_id=call_id, output=output), at)
+        self._owners.answered(call_id, tokens)
         self._trace.forget_call(call_id)
 
+    def _was_refused(self, call_id: int) -> bool:
+        """Return whether a call is not in the trace: then its end would be that of no call."""
+        try:
+            self._refused_calls.remove(call_id)
+        except KeyError:
+            return False
+        return True
+
     def _lost(self, at: float, call_id: int, detail: str) -> None:
+        if self._was_refused(call_id):
+            return
         self._owners.answered(call_id)
         self._trace.add(Fault(what="lost-reply", call_id=call_id, detail=detail), at)
         self._trace.forget_call(call_id)
 
     def _unreadable(self, at: float, text: str, call_id: int | None, request_id: str = "") -> None:
         if call_id is not None:
+            if self._was_refused(call_id):
+                return
             self._owners.answered(call_id)
         self._trace.add_unreadable(text, at, call_id=call_id, request_id=request_id)
 
-    def _observation(self, at: float, request_id: str, token_ids: Sequence[int]) -> None:
-        tokens = as_tokens(token_ids)
-        self._owners.extend(request_id, tokens)
-        self._trace.add(Observation(request_id=request_id, token_ids=tokens), at)
+    def _observation(self, at: float, taken: Taken) -> None:
+        with self._refusing(at, taken.request_id):
+            event: Observation = taken.record()
+            event = replace(event, token_ids=as_tokens(event.token_ids))
+            self._add_sound(event, at)
+            self._owners.extend(event.request_id, event.token_ids)
 
     def _plain(self, at: float, kind: type[Event], values: Mapping[str, Any]) -> None:
         values = dict(values)
         for name, choices in (("mode", PauseMode), ("phase", UpdatePhase)):
             if name in values:
                 values[name] = choices(values[name])
-        event = kind(**values)
-        misfit = misfit_of(event)
-        if misfit is not None:
-            raise UsageError(f"{kind.kind}: {misfit}")
-        self._trace.add(event, at)
+        self._add_sound(kind(**values), at, f"{kind.kind}: ")
 
     def _batch(self, at: float, name: str, samples: list[Taken], rows: list[Taken]) -> None:
         if self._batches is None:
@@ -593,9 +635,7 @@ def _forgotten(_at: float, exchanges: ExchangeRecorder, exchange: Exchange) -> N
 _NOTHING = WatchedCall(take=lambda _native: None, fail=lambda _error: None)
 
 
-def _id_of(request: object) -> str:
-    request_id: object = getattr(request, "request_id", "")
-    return request_id if isinstance(request_id, str) else ""
+_FORKED = "this process was forked from the one that records: call record_live() in each process"
 
 
 def _check_callable(method: str, **values: Any) -> None:

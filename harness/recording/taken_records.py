@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.error_text import describe_error
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout
 from rollproof.core.sampling_masks import SamplingMask
+from rollproof.errors import SubjectError
 from rollproof.recording.recorder import EngineCall
 
-__all__ = ["Taken", "copied", "size_of"]
+__all__ = ["Taken", "copied"]
 
 _NUMBER = 8
 """Bytes that one number of a list is taken to have."""
@@ -21,12 +24,30 @@ _NUMBER = 8
 class Taken:
     """A record as it was when it was taken: lists and arrays of it are copied at once, and the
     record is made of them by the thread that writes it.
+
+    Attributes:
+        size: about how many bytes it has.
+        request_id: the request that it names; empty if it names none.
     """
 
-    __slots__ = ("_changed", "_record", "size")
+    __slots__ = ("_changed", "_record", "_trouble", "request_id", "size")
 
     def __init__(self, record: Any) -> None:
         self._record = record
+        self._changed: dict[str, Any] | None = None
+        self._trouble = ""
+        self.size: int = 0
+        self.request_id: str = ""
+        try:
+            request_id = getattr(record, "request_id", None)
+            self.request_id = request_id if isinstance(request_id, str) else ""
+            self._take(record)
+        # lists that hold themselves, tensors of a device that failed: an error now would be the
+        # loop's
+        except Exception as error:  # noqa: BLE001
+            self._trouble = f"a {type(record).__name__} cannot be copied: {describe_error(error)}"
+
+    def _take(self, record: Any) -> None:
         changed: dict[str, Any] | None = None
         size = 0
         for name in _MUTABLE.get(type(record), ()):
@@ -36,15 +57,17 @@ class Taken:
                 size += _NUMBER * len(item)
             elif item is not None:
                 copy = item.copy() if kind is _ARRAY else copied(item)
-                size += copy.nbytes if kind is _ARRAY else size_of(copy)
+                size += copy.nbytes if kind is _ARRAY else _size_of(copy)
                 if changed is None:
                     changed = {}
                 changed[name] = copy
         self._changed = changed
-        self.size: int = size
+        self.size = size
 
     def record(self) -> Any:
-        """Return the record."""
+        """Return the record. Raises ``SubjectError`` if it could not be copied."""
+        if self._trouble:
+            raise SubjectError(f"{self._trouble}.")
         return self._record if self._changed is None else replace(self._record, **self._changed)
 
 
@@ -79,6 +102,7 @@ _MUTABLE: Mapping[type, tuple[str, ...]] = {
         "values",
         "sampling_mask",
     ),
+    Observation: ("token_ids",),
 }
 """Fields that may hold a list or an array, or another thing that its owner may go on to change."""
 
@@ -100,12 +124,12 @@ def copied(value: Any) -> Any:
     return copy() if callable(copy) else value
 
 
-def size_of(values: Any) -> int:
+def _size_of(values: Any) -> int:
     """Return the bytes that numbers in a list or the like are taken to have; 0 if it has no
     length.
     """
     if type(values) is SamplingMask:
-        return size_of(values.counts) + size_of(values.token_ids)
+        return _size_of(values.counts) + _size_of(values.token_ids)
     try:
         return _NUMBER * len(values)
     except TypeError:
