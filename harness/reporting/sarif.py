@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -99,15 +100,41 @@ def _rule(check_id: str, check: Check | None) -> dict[str, Any]:
 
 
 def _results(run: ReportedRun, numbers: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    identities = _identities(run)
     for verdict in ("fail", "expected fail"):
         for report, check in run.with_verdict(verdict):
             for finding in first_of_each_kind(check["findings"]):
-                result = _result(report, check, finding, run.root)
+                result = _result(report, check, finding, run.root, identities[id(report)])
                 yield {**result, "ruleIndex": numbers[check["id"]]}
 
 
+def _identities(run: ReportedRun) -> dict[int, str]:
+    """Return what tells the subject of each report from all others, by the ``id`` of the report.
+
+    It is the name alone if no other subject has it: so an alert stays the same if a test moves to
+    another file.
+    """
+    # in the order of the run: that of `run.reports` changes with the verdicts
+    reports = run.report.get("reports") or [run.report]
+    names = Counter(report["subject"] for report in reports)
+    seen: Counter[str] = Counter()
+    identities: dict[int, str] = {}
+    for report in reports:
+        identity = report["subject"]
+        if names[identity] > 1:
+            identity += f"\n{(report.get('location') or {}).get('file', '')}"
+        seen[identity] += 1
+        number = seen[identity]
+        identities[id(report)] = identity if number == 1 else f"{identity}\n{number}"
+    return identities
+
+
 def _result(
-    report: Mapping[str, Any], check: Mapping[str, Any], finding: Mapping[str, Any], root: Path
+    report: Mapping[str, Any],
+    check: Mapping[str, Any],
+    finding: Mapping[str, Any],
+    root: Path,
+    subject: str,
 ) -> dict[str, Any]:
     kind = finding.get("kind") or finding["title"]
     facts = {
@@ -120,7 +147,7 @@ def _result(
         "found": check.get("kinds", {}).get(kind, 0),
     }
     # by what does not change with the place of the finding, so that a service knows it again
-    identity = "\n".join((report["subject"], check["id"], kind))
+    identity = "\n".join((subject, check["id"], kind))
     # a subject's name may hold bytes of a file name that are no UTF-8
     fingerprint = hashlib.sha256(identity.encode("utf-8", "backslashreplace")).hexdigest()
     result: dict[str, Any] = {

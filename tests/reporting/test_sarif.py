@@ -192,6 +192,29 @@ def test_a_log_has_what_github_demands(reports: tuple[dict[str, Any], ...]) -> N
     assert "automationDetails" not in log, "an id here wins over the category of an upload"
 
 
+def prints_of(*reports: dict[str, Any]) -> list[str]:
+    """The fingerprints of the results of a log."""
+    results = log_of(*reports)["results"]
+    return [result["partialFingerprints"]["primaryLocationLineHash"] for result in results]
+
+
+def test_subjects_of_one_name_have_fingerprints_of_their_own() -> None:
+    """Also in one file; each keeps its own when the verdict of the other changes, and a subject
+    without a namesake keeps its own when its test moves.
+    """
+    bad, good = checked("a.b", "fail", [finding("odd")]), checked("a.b", "pass")
+    one, other = ({"file": file, "line": 1} for file in ("tests/one.py", "tests/other.py"))
+
+    def report(check: dict[str, Any], location: dict[str, Any]) -> dict[str, Any]:
+        return {**reported("Mine", check), "location": location}
+
+    first, second, third = prints_of(report(bad, one), report(bad, other), report(bad, other))
+    assert 3 == len({first, second, third})
+    assert [second] == prints_of(report(good, one), report(bad, other))
+    assert [third] == prints_of(report(good, one), report(good, other), report(bad, other))
+    assert prints_of(report(bad, one)) == prints_of(report(bad, other))
+
+
 def test_hostile_and_long_texts_stay_texts() -> None:
     """JSON escapes them, also what is no text at all, and a message has a bounded length."""
     report = reported(HOSTILE, checked(HOSTILE, "fail", [finding(f"a\udcff{HOSTILE}" * 1000)]))
