@@ -17,7 +17,7 @@ from rollproof.errors import UsageError
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import Style
 from rollproof.starters.http_clients import HTTP_ENGINES, http_file
-from rollproof.starters.plain_files import PLAIN_FILES
+from rollproof.starters.plain_files import plain_file
 from rollproof.starters.rollouts import rollouts_file
 
 __all__ = ["init"]
@@ -110,7 +110,7 @@ def init(
     elif subject is Subject.HTTP:
         text = http_file(engine or HTTP_ENGINES[0], path=shell_path(file))
     else:
-        text = PLAIN_FILES[subject].format(file=shell_path(file))
+        text = plain_file(subject, path=shell_path(file))
     if not file.parent.is_dir():
         raise UsageError(f"{file} cannot be written: there is no folder {file.parent}.")
     write_new_file(file, text, instead="name another file with --to FILE")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["PLAIN_FILES"]
+from rollproof.fakes.trainers.reference_layouts import MegatronLike
+from rollproof.layouts.functions import FUNCTIONS
+from rollproof.layouts.layout_cases import layout_calls
+
+__all__ = ["PLAIN_FILES", "plain_file"]
 
 _BATCHES = '''\
 """Does our collation keep every token's logprob, mask and routes together? rollproof
@@ -179,8 +184,8 @@ class OurLayouts:
         mesh=Mesh(tp=2),
     )
 
-    # (2) Any of the functions of `rollproof.layouts.functions`, which says what they get
-    # and return; what a class does not have is not judged.
+    # (2) Any of the functions that are listed at the end of this file; what a class does not
+    # have is not judged.
     def complete(self, layout, routes, tokens):
         """Rows of one sample, one for each token: the last token was never forwarded."""
         if not tokens - 1 <= len(routes) <= tokens:
@@ -192,6 +197,11 @@ class OurLayouts:
 
 class TestOurLayouts(rollproof.ReplayLayoutConformance):
     subject = OurLayouts
+
+
+# The functions, with what they get and return. Rows are (rows, columns, k): columns are those of
+# the layout of the case, k is its top_k, or 1 in a side tensor of int64.
+{functions}
 '''
 
 _CORRECTIONS = '''\
@@ -283,3 +293,28 @@ PLAIN_FILES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Sources by style, with a place for the name of the file."""
+
+
+def plain_file(subject: str, *, path: str) -> str:
+    """Return the source of the test file for a subject; ``path`` is how a shell spells its name.
+
+    Raises ``KeyError`` for a subject that has no such file.
+    """
+    source = PLAIN_FILES[subject]
+    # made from the table of the functions when it is needed: it would slow every command down
+    listed = _layout_functions() if source is _LAYOUTS else ""
+    return source.format(file=path, functions=listed)
+
+
+def _layout_functions() -> str:
+    """Return every layout function as a comment: its signature, what it gets, what it returns."""
+    lines: list[str] = []
+    for name, function in FUNCTIONS.items():
+        # a real call has the names of the arguments
+        call = next(layout_calls(name, MegatronLike.layout))
+        signature = ", ".join(["layout", *function.arguments(call)])
+        text = f"{name}({signature}): {function.does}"
+        lines += textwrap.wrap(
+            text, 96, initial_indent="# ", subsequent_indent="#     ", break_on_hyphens=False
+        )
+    return "\n".join(lines)

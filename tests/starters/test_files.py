@@ -7,7 +7,8 @@ import pytest
 
 from rollproof.cli.app import run
 from rollproof.judging.report import ExitCode
-from rollproof.starters.plain_files import PLAIN_FILES
+from rollproof.layouts.functions import FUNCTIONS
+from rollproof.starters.plain_files import PLAIN_FILES, plain_file
 
 ARGUMENTS = [
     ["rollouts"],
@@ -112,3 +113,11 @@ def test_init_writes_where_tests_are_and_never_over_a_file(
         assert ExitCode.USAGE == run(arguments)
         assert words in capsys.readouterr().err
     assert ["tests"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_the_file_of_layouts_lists_every_function_as_a_comment() -> None:
+    """With its arguments: a subject may have a method for each."""
+    source = plain_file("layouts", path="test_layouts.py")
+    listed = [line.removeprefix("# ") for line in source.splitlines() if line.startswith("# ")]
+    for name in FUNCTIONS:
+        assert 1 == sum(line.startswith(f"{name}(layout") for line in listed), name

@@ -14,9 +14,7 @@ from typing import Any
 import rollproof
 from rollproof.fakes.engine import exceptions
 from rollproof.fakes.engine.flavours import FLAVOURS, Flavour, PausedCalls, VersionTag
-from rollproof.fakes.trainers.reference_layouts import MegatronLike
 from rollproof.layouts.functions import FUNCTIONS
-from rollproof.layouts.layout_cases import layout_calls
 from tools.docs.docstrings import described_fields, markdown, one_line
 
 __all__ = ["PUBLIC_MODULES", "api_page"]
@@ -197,14 +195,9 @@ def api_page() -> Iterator[str]:
 def _layout_functions() -> Iterator[str]:
     yield from _class(rollproof.LayoutSubject)
     yield (
-        "\nRows are `(rows, columns, k)`: columns are those of the case's layout, k is its `top_k`, or"
-        " 1 in a side tensor of int64.\n"
+        "\n`rollproof init layouts` writes a test that lists the functions, with what each gets and"
+        f" returns: {', '.join(f'`{name}`' for name in FUNCTIONS)}."
     )
-    layout = MegatronLike.layout
-    for name, function in FUNCTIONS.items():
-        call = next(layout_calls(name, layout))
-        signature = ", ".join(["layout", *function.arguments(call)])
-        yield f"- `{name}({signature})`: {one_line(function.does)}"
 
 
 def _modules() -> Iterator[str]:
@@ -310,6 +303,8 @@ def _function(function: Callable[..., Any], name: str, *, level: int, title: str
         return
     # the list of arguments has their types and defaults: a signature would say them a second time
     assert set(described) == set(signature.parameters) - {"self"}, title
+    for parameter in _NOT_FOR_ADAPTERS:
+        text = re.sub(rf"^- `{parameter}`:.*\n(?:  .*\n)*", "", text, flags=re.MULTILINE)
     first = [
         parameter.name
         for parameter in signature.parameters.values()
@@ -321,6 +316,8 @@ def _function(function: Callable[..., Any], name: str, *, level: int, title: str
     yield re.sub(r"^- `(\w+)`:", lambda m: described.get(m[1], m[0]), text, flags=re.MULTILINE)
 
 
+_NOT_FOR_ADAPTERS = ("draw", "siblings", "wire")
+"""Arguments that only the fake HTTP servers pass."""
 _SEVERAL = 4
 """From so many described arguments on, a list of them takes the place of a signature."""
 
