@@ -64,7 +64,7 @@ def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         )
         yield f"\n{engine}: {versions}."
     everything = sorted({name for row in judged.values() for name in row["experiments"]})
-    yield f"\n{len(everything)} experiments: {', '.join(everything)}.\n"
+    yield f"\n{len(everything)} experiments, of which some targets cannot run all:\n"
     yield "| run | what | without |\n|---|---|---|"
     alike: dict[tuple[str, str], list[str]] = {}
     for name, row in judged.items():
@@ -85,15 +85,6 @@ def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             " the [track record](track-record.md) reproduces them by hand.\n"
         )
         yield from findings
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for name, row in judged.items():
-        for check, reason in row["reasons"].items():
-            if row["verdicts"][check] == "unknown":
-                reasons.setdefault((name, reason), []).append(check)
-    if reasons:
-        yield "\n### What is unknown\n"
-        for (name, reason), checks_of_it in reasons.items():
-            yield f"- **{name}**: {reason} ({', '.join(f'`{one}`' for one in checks_of_it)})"
     stopped = {name: row["not_started"] for name, row in rows.items() if "not_started" in row}
     if stopped:
         yield "\n### What does not start on a CPU\n"

@@ -123,7 +123,8 @@ def options_page() -> Iterator[str]:
     yield "\n## Command line\n"
     yield (
         "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal"
-        " error, 130 interrupted."
+        " error, 130 interrupted. `rollproof COMMAND --help` has the same texts, and those of"
+        " arguments that are only named here."
     )
     root = get_command(app)
     commands = list(_commands(root, "rollproof"))
@@ -136,6 +137,9 @@ def options_page() -> Iterator[str]:
         yield f"\n### {name}\n\n{inspect.cleandoc(command.help)}"
         rows = [_described(option) for option in command.params]
         own = [row for row in rows if row not in shared]
+        if name in _BRIEF:
+            yield f"\nArguments: {', '.join(spelling for spelling, _ in rows)}."
+            continue
         if own:
             yield "\n| argument | meaning |\n|---|---|"
         for spelling, meaning in own:
@@ -152,6 +156,13 @@ def options_page() -> Iterator[str]:
 
 _SHARED = 2
 """Options of so many commands, with the same text, are described once."""
+_BRIEF = {
+    *("rollproof adopt", "rollproof diff", "rollproof seal", "rollproof merge"),
+    *("rollproof known-bugs", "rollproof checks", "rollproof doctor"),
+    *("rollproof contract show", "rollproof contract explain"),
+    *("rollproof matrix add", "rollproof matrix build"),
+}
+"""Commands with few arguments, of which the page has only the names."""
 
 
 def _commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:

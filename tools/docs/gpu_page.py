@@ -37,7 +37,8 @@ nox -s gpu -- --rollproof-full --rollproof-require-gpu --rollproof-gpu-report re
   (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
 - A session claims all free GPUs (`ROLLPROOF_SHARE_GPUS=1`: used ones too); give each of several sessions its own with `CUDA_VISIBLE_DEVICES`.
 - `--rollproof-gpu-report DIR` writes `run.json` and `run.html`; `python -m rollproof.gpu_suites.report.merging OUT run.json ...` joins the
-  reports of shards. [ci](ci/README.md) has a workflow.
+  reports of shards. `.github/workflows/gpu.yml` is a workflow to copy: change its
+  `runs-on` to the labels of your runner.
 - `--rollproof-model DIR` measures the gap on your checkpoint. `--rollproof-trainer SPEC` takes one trainer: `hf`, `fsdp2-2`, `fsdp2-4`,
   `ulysses-2`, `ulysses-4` (DeepSpeed), `megatron`, `megatron-tp2`, ..., or your own `module:factory`: from a mapping of versions to checkpoint
   folders it makes a [trainer](gap.md#scored-by-a-trainer).

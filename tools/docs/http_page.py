@@ -49,14 +49,6 @@ def _one_step() -> Iterator[str]:
 $ pip install 'rollproof[serve]'
 $ rollproof serve --as sglang --contract served_contract.toml --fault-plan served_plan.toml \\
     --run "python served_client.py"
-sglang on http://127.0.0.1:40925
-2 tokens, abort
-RemoteProtocolError, called again
-6 tokens, length
-fault 1 (truncate): applied to 1 of 3 requests to /generate with the id 'r1'
-action 1 (abort of 'r1' at 2 tokens): happened
-served sglang  [seed 0, 1 case]
-  ...
 ```
 
 | exit code | if |
@@ -188,10 +180,20 @@ def _fields() -> Iterator[str]:
         " field changes nothing of a fake's answer; a name that no model has is ignored, as by the"
         " real servers."
     )
-    for model, names in ANSWERED.items():
-        yield f"\n**{model}** answers {_names(sorted(names))}."
     for server, title in (("sglang", "SGLang"), ("vllm", "vLLM")):
-        yield f"\n**{title}** refuses, where it does not answer it: {_names(sorted(REFUSED[server]))}."
+        # the parameters of sampling are a part of a request
+        requests = {
+            model: set(names)
+            for model, names in ANSWERED.items()
+            if model.startswith(f"{server} /")
+        }
+        common = set.intersection(*requests.values())
+        yield f"\n**{title}** answers {_names(sorted(common))}; and\n"
+        for model, names in ANSWERED.items():
+            if model.startswith(f"{server} "):
+                path = model.removeprefix(f"{server} ")
+                yield f"- in {path}: {_names(sorted(set(names) - common))}."
+        yield f"\n{title} refuses, where it does not answer it: {_names(sorted(REFUSED[server]))}."
 
 
 def _names(names: list[str]) -> str:

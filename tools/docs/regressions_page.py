@@ -83,8 +83,7 @@ def _stack(known: Regressions, results: Mapping[str, Mapping[str, Any]]) -> Iter
     if waiting:
         yield f"\nWithout a stored run: {', '.join(waiting)}."
     if known.not_planted:
-        left = ", ".join(each.reference for each in known.not_planted)
-        yield f"\nNot put back ([why](regressions/{known.stack}.toml)): {left}."
+        yield f"\nNot put back: {len(known.not_planted)} ([why](regressions/{known.stack}.toml))."
 
 
 def _row(fault: Fault, result: Mapping[str, Any]) -> str:
