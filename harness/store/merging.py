@@ -33,6 +33,7 @@ from rollproof.core.events.rollout import (
 from rollproof.core.records import Version
 from rollproof.core.trace import Header
 from rollproof.errors import TraceError, UsageError
+from rollproof.store import open_trace
 from rollproof.store.arrow_format import TraceReader, TraceWriter
 
 __all__ = ["MergeReport", "merge_traces"]
@@ -143,7 +144,13 @@ class _Writer:
             yield event
 
     def _part(self, path: Path) -> Iterator[Event]:
-        reader = TraceReader(path)
+        reader = open_trace(path)
+        if not isinstance(reader, TraceReader):
+            raise UsageError(
+                f"{path} is a trace in JSON, of one run by its own clock: only the Arrow traces of"
+                " recorders (rollproof proxy, record_live) are merged. Judge it by itself:"
+                f" rollproof check {path}"
+            )
         if reader.header.about != "rollouts":
             raise UsageError(
                 f"{path} is about {reader.header.about}: only traces of rollouts are merged, and"

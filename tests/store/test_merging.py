@@ -21,10 +21,10 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.core.trace import Header
+from rollproof.core.trace import Header, Trace
 from rollproof.errors import TraceError, UsageError
 from rollproof.judging.checks import Verdict
-from rollproof.store import TraceReader, TraceWriter
+from rollproof.store import TraceReader, TraceWriter, dump_trace
 from rollproof.store.merging import merge_traces
 from tests.recording.proxied import judged
 from tests.support.command_line import output_of
@@ -213,6 +213,33 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     right = written(tmp_path, "right", [(1.0, call("x", 1)), (2.0, submit("y"))])
     with pytest.raises(TraceError, match="cannot be put into one order"):
         merge_traces([left, right], tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"PAR1" + b"\0" * 90, "is not a rollproof trace: it is a Parquet file"),
+        ("a.arrow", b"\x1f\x8b" + b"\0" * 90, "compressed with gzip: unpack it first"),
+        ("a.arrow", b"hello", "it is in an unknown format"),
+        ("a.arrow", b"", "is empty"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named_by_what_it_is(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    """As `check` does, by what it begins with."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        merge_traces([tmp_path / name], tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_trace_in_json_is_judged_by_itself(tmp_path: Path) -> None:
+    """Its clock counts steps, so that it has no place between the times of others."""
+    path = tmp_path / "a.json"
+    dump_trace(Trace(header=Header(subject="a", contract=CONTRACT), events=[]), path)
+    with pytest.raises(UsageError, match=r"is a trace in JSON.* rollproof check .*a\.json$"):
+        merge_traces([path], tmp_path / "merged")
 
 
 def test_the_command_merges_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
