@@ -350,7 +350,7 @@ def test_a_correct_stack_is_clean(name: str) -> None:
     assert {} == undecided
 
 
-@pytest.mark.parametrize("seed", [3, 11])
+@pytest.mark.parametrize("seed", [11])
 @pytest.mark.parametrize("name", sorted(CORRECT))
 def test_a_correct_stack_is_clean_on_other_seeds(name: str, seed: int) -> None:
     """Nothing is found: rare cases, such as a dropped request whose task made the calls of others,
@@ -362,7 +362,7 @@ def test_a_correct_stack_is_clean_on_other_seeds(name: str, seed: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("factory", [_GroupWorkers, _ChecksFirst])
 def test_workers_of_groups_are_clean_in_every_corner(factory: SubjectFactory, seed: int) -> None:
     """The calls of requests with one prompt, or one that begins another, come from one task."""
