@@ -192,17 +192,20 @@ def _is_abort(attempt: Attempt) -> bool:
 
 
 def _hedge_won(view: RequestView, aborted: Attempt) -> bool:
-    """Return whether the sample is the result of another call that overlapped ``aborted`` and ended
-    by itself (a hedge).
+    """Return whether the sample is the result of another call that ended by itself: of one that
+    overlapped ``aborted`` (a hedge), or of a candidate that may be the sample as well.
     """
     assert aborted.consumed is not None
-    for attempt in view.segments:
+    for attempt in (*view.segments, *(view.set_aside if view.undecided_race else ())):
         reply = attempt.consumed
-        if reply is None or _is_abort(attempt) or reply.index < aborted.call.index:
+        if reply is None or _is_abort(attempt):
             continue
-        # Hedged calls: the stack used the reply of the other call, which had ended by itself.
-        if (*attempt.call.prompt_ids, *reply.output.token_ids) == view.total_ids:
-            return attempt.call.index < aborted.consumed.index
+        overlaps = attempt.call.index < aborted.consumed.index and reply.index > aborted.call.index
+        if (overlaps or view.undecided_race) and (
+            *attempt.call.prompt_ids,
+            *reply.output.token_ids,
+        ) == view.total_ids:
+            return True
     return False
 
 

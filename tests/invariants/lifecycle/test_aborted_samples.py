@@ -119,6 +119,22 @@ class TestNotSurfaced:
             script.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.LENGTH),
         )
 
+    @pytest.mark.parametrize(("other", "blamed"), [((3,), False), ((4,), True)])
+    def test_a_candidate_that_ended_by_itself_may_be_the_sample(
+        self, other: tuple[int, ...], blamed: bool
+    ) -> None:
+        """Two candidates of one prompt sampled the same token, and one of them was aborted and
+        resumed in vain: the sample may be the other one. It is not if that one sampled another
+        token.
+        """
+        script = opened()
+        resumed, ended = script.call((1, 2)), script.call((1, 2))
+        script.reply(ended, other, reason="stop").reply(resumed, (3,), reason="abort")
+        again = script.call((1, 2, 3))
+        script.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.STOP)
+        result = check(self.ID, script)
+        assert blamed == (Verdict.FAIL == result.verdict)
+
     def test_another_failure_may_end_it(self) -> None:
         """The resume died with its server; handing over what there is, is an answer."""
         script = opened()
