@@ -227,6 +227,16 @@ class _LabelReadAtAdmission(FakeEngine):
         return queued
 
 
+class _OldLabelForUnlabelled(AsSampled):
+    async def update_weights(self, version: int | None) -> None:
+        shown = {server: server.label for server in self.fleet.servers.values()}
+
+        async def load(server: FakeEngine, weights: int, label: Version) -> None:
+            await server.load(weights, shown[server] if label is None else label)
+
+        await self.fleet.sync(version, load=load)
+
+
 class _NoneKeepsOldLabel(FakeEngine):
     """An update without a label leaves the old label on the new weights."""
 
@@ -450,6 +460,14 @@ BUGS: tuple[KnownBug, ...] = (
         summary="An update without a version serves new weights under the old label.",
         refs=("verl checkpoint_engine/base.py",),
         make=on_engine(_NoneKeepsOldLabel),
+        cases=(_UNLABELLED,),
+        detected_by=("versions.unlabelled-update",),
+    ),
+    KnownBug(
+        id="old-label-for-unlabelled",
+        summary="The stack loads weights without a label under the label of the last update.",
+        refs=("verl checkpoint_engine/base.py",),
+        make=_OldLabelForUnlabelled,
         cases=(_UNLABELLED,),
         detected_by=("versions.unlabelled-update",),
     ),

@@ -56,9 +56,12 @@ class WeightHistory:
     _serving: dict[str, tuple[Version, Version]] = field(default_factory=dict)
     _named_at: dict[tuple[str, Version], int] = field(default_factory=dict)
     _unlabelled: set[Version] = field(default_factory=set)
+    _left_with_old_label: set[Version] = field(default_factory=set)
+    _loaded_by_harness: set[str] = field(default_factory=set)
     _first_published: dict[Version, int] = field(default_factory=dict)
     _of_stack: set[Key] = field(default_factory=set)
     _asked_unlabelled: set[Version] = field(default_factory=set)
+    _asked_labelled: set[Version] = field(default_factory=set)
     _loaded_labelled: set[Version] = field(default_factory=set)
 
     @property
@@ -75,10 +78,13 @@ class WeightHistory:
         """Return every label under which weights ``version`` were published, the latest last.
 
         There is more than one after a retag. A label that a server still showed when it had loaded
-        them counts only if they never got one of their own.
+        them counts only if they never got one of their own, and one may yet come.
         """
         history = self._updated()
-        return history._labels.get(version) or tuple(history._carried.get(version, ()))
+        own = history._labels.get(version)
+        if own or version in history._left_with_old_label:
+            return own or ()
+        return tuple(history._carried.get(version, ()))
 
     def carried_of(self, version: Version) -> frozenset[Version]:
         """Return labels of other weights that servers still showed for weights ``version``."""
@@ -113,11 +119,14 @@ class WeightHistory:
             self._begun[name] = update.index
         elif update.phase is UpdatePhase.ENDED and name in self._begun:
             self.ended.append((self._begun.pop(name), update))
+            if update.label is None:
+                self._note_old_labels(update.version)
         if update.label is None:
             self._asked_unlabelled.add(update.version)
             # now other weights are the latest, and a label of the stack's own may be theirs
             self._last = None
             return
+        self._asked_labelled.add(update.version)
         label = key(update.label)
         self._of_stack.add(label)
         if update.phase is UpdatePhase.ASKED:
@@ -125,6 +134,21 @@ class WeightHistory:
             self._last = (label, update.version)
         else:
             self._open.pop(label, None)
+
+    def _note_old_labels(self, version: Version) -> None:
+        """Note whether a server still shows the label of other weights for ``version``, whose
+        update without a label has ended.
+
+        While an update runs, a label may follow the load. None follows its end: none was asked for.
+        """
+        if version in self._asked_labelled:
+            return
+        carried = self._updated()._carried.get(version, {})
+        if any(
+            serving == version and label in carried and server not in self._loaded_by_harness
+            for server, (serving, label) in self._serving.items()
+        ):
+            self._left_with_old_label.add(version)
 
     def published(self, event: Weights) -> None:
         """Take in that a server has other weights, or shows another label."""
@@ -178,8 +202,11 @@ class WeightHistory:
         )
 
     def unlabelled(self) -> frozenset[Version]:
-        """Return the versions that were loaded without a label (an update with ``None``)."""
-        return frozenset(self._updated()._unlabelled)
+        """Return the versions that were loaded without a label (an update with ``None``), or under
+        the label of other weights, which servers went on showing.
+        """
+        history = self._updated()
+        return frozenset(history._unlabelled | history._left_with_old_label)
 
     def _updated(self) -> WeightHistory:
         """Take in the updates since the last call."""
@@ -189,6 +216,10 @@ class WeightHistory:
         for number, update in enumerate(self.updates[self._read :], self._read):
             before = self._serving.get(update.server_id)
             self._serving[update.server_id] = (update.version, update.label)
+            if update.loaded and update.by_harness:
+                self._loaded_by_harness.add(update.server_id)
+            elif update.loaded:
+                self._loaded_by_harness.discard(update.server_id)
             # SGLang and vLLM accept an update without a version; the old label then stays visible.
             if update.label is None:
                 if update.loaded:

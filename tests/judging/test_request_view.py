@@ -84,6 +84,46 @@ class TestHistory:
         history.published(Weights(server_id="s", version=0, label=1, by_harness=True))
         assert [1] == list(history.labels_of(0))
 
+    def test_an_update_without_a_label_may_leave_the_old_one(self) -> None:
+        """At its end the weights have no label, whatever the server shows; before, one may come."""
+        history = WeightHistory()
+        history.published(Weights(server_id="s", version=0, label=0))
+        history.asked(Update(version=1, label=None, phase=UpdatePhase.ASKED))
+        history.published(Weights(server_id="s", version=1, label=0))
+        assert ([0], frozenset()) == (list(history.labels_of(1)), history.unlabelled())
+        history.asked(Update(version=1, label=None, phase=UpdatePhase.ENDED))
+        assert ([], {1}) == (list(history.labels_of(1)), history.unlabelled())
+        assert {0} == history.carried_of(1)
+        history.published(Weights(server_id="s", version=1, label="own", loaded=False))
+        assert ["own"] == list(history.labels_of(1))
+
+    @pytest.mark.parametrize(
+        ("label", "phase", "by_harness", "shown_last"),
+        [
+            (1, UpdatePhase.ENDED, False, 0),
+            (None, UpdatePhase.FAILED, False, 0),
+            (None, UpdatePhase.ENDED, True, 0),
+            (None, UpdatePhase.ENDED, False, None),
+        ],
+        ids=[
+            "a label was asked for",
+            "it failed",
+            "loaded by the harness",
+            "the label was cleared",
+        ],
+    )
+    def test_the_label_that_a_load_left_in_place_counts_otherwise(
+        self, label: int | None, phase: UpdatePhase, by_harness: bool, shown_last: int | None
+    ) -> None:
+        """The weights may yet get a label, the stack may not have left it, or it is gone."""
+        history = WeightHistory()
+        history.published(Weights(server_id="s", version=0, label=0))
+        history.asked(Update(version=1, label=label, phase=UpdatePhase.ASKED))
+        history.published(Weights(server_id="s", version=1, label=0, by_harness=by_harness))
+        history.published(Weights(server_id="s", version=1, label=shown_last, loaded=False))
+        history.asked(Update(version=1, label=label, phase=phase))
+        assert [0] == list(history.labels_of(1))
+
     def test_a_label_is_not_misplaced_for_weights_that_another_update_asked_for(self) -> None:
         """Two updates run, and a stack counts by itself."""
         history = WeightHistory()
