@@ -51,6 +51,19 @@ class _BatchDropsRemainder(Collator):
         return super().collate(samples[:-1] if len(samples) % 2 and len(samples) > 1 else samples)
 
 
+class _BatchDropsUntrained(Collator):
+    """Leaves out samples of which no token is trained."""
+
+    def collate(self, samples: list[Rollout]) -> CollatedBatch:
+        return super().collate(
+            [
+                sample
+                for sample in samples
+                if sample.loss_mask is None or sample.loss_mask.any() or not sample.response_ids
+            ]
+        )
+
+
 class _BatchFilledWithCopies(Collator):
     """Repeats the first sample until the batch divides by four."""
 
@@ -374,6 +387,14 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("AReno#524",),
         kind="batches",
         make=_BatchDropsRemainder,
+        detected_by=("batch.complete",),
+    ),
+    KnownBug(
+        id="batch-drops-untrained",
+        summary="Samples of which no token is trained are left out, among them overlong ones.",
+        refs=("cf. verl#6675",),
+        kind="batches",
+        make=_BatchDropsUntrained,
         detected_by=("batch.complete",),
     ),
     KnownBug(

@@ -236,6 +236,11 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
             name="a very small logprob, and one of 0",
             samples=(replace(rare, logprobs=values), plain),
         )
+    if contract.loss_mask:
+        # an overlong answer is masked, and still counts for the baseline of its group
+        samples = make.batch((3, 4), (2, 5), (4, 2))
+        samples[1] = replace(samples[1], loss_mask=np.zeros(5, dtype=np.int64))
+        yield BatchCase(name="a sample without trained tokens", samples=tuple(samples))
 
 
 def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:

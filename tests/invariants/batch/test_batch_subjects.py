@@ -105,6 +105,16 @@ def test_cases_say_what_is_wrong_with_them() -> None:
             assert sound == (sample.request_id != case.defective)
 
 
+def test_an_untrained_sample_is_among_others_if_masks_are_declared() -> None:
+    """It has response tokens, and a mask of zeros."""
+    name = "a sample without trained tokens"
+    (case,) = (case for case in batch_cases(padded_contract()) if case.name == name)
+    assert [True, False, True] == [bool(np.any(sample.loss_mask)) for sample in case.samples]
+    assert all(sample.response_ids for sample in case.samples)
+    without = replace(padded_contract(), loss_mask=False)
+    assert name not in {case.name for case in batch_cases(without)}
+
+
 def _width(limit: int, *, cuts: bool = False) -> type[Padder]:
     """Return a conversion whose lines hold ``limit`` tokens of a sample."""
 
