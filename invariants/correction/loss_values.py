@@ -240,7 +240,8 @@ def correction_metrics(batch: CorrectedBatch, out: Collector) -> None:
             expected=f"{value:.6g}, within {error:.2g}: {Metric(metric)}",
             observed=f"{seen:.6g}",
             where=batch.place(metric=name, sequences_without_trained_tokens=empty),
-            hint=(
+            hint=_divided_by(batch, metric, seen, value)
+            or (
                 "The mean is over other tokens than are trained: padding, masked tokens, or"
                 " sequences without a trained token, which count as 0 or as 1."
             ),
@@ -248,6 +249,51 @@ def correction_metrics(batch: CorrectedBatch, out: Collector) -> None:
                 f"{name} counts sequences without trained tokens" if empty else f"{name} is wrong"
             ),
         )
+
+
+def _divided_by(batch: CorrectedBatch, metric: Metric, seen: float, value: float) -> str:
+    """Return by which count a number seems to be divided instead of the right one; empty if it is
+    by none.
+    """
+    if metric in _EXTREMES:
+        return ""
+    trained, lengths = batch.expected.trained, batch.expected.lengths
+    per_sequence = metric in _OF_SEQUENCES
+    base = int((lengths > 0).sum()) if per_sequence else int(trained.sum())
+    counts = {"sequences": len(lengths)}
+    if not per_sequence:
+        counts |= {
+            "sequences with trained tokens": int((lengths > 0).sum()),
+            "places, padding and masked tokens among them": trained.size,
+        }
+    for noun, number in counts.items():
+        if number != base and value and abs(seen * number / (value * base) - 1) < _ALIKE:
+            right = "sequences with trained tokens" if per_sequence else "trained tokens"
+            return f"The sum is divided by the {number} {noun}, and not by the {base} {right}."
+    return ""
+
+
+_EXTREMES = frozenset(
+    {
+        Metric.WEIGHTS_MAX,
+        Metric.WEIGHTS_MIN,
+        Metric.SEQUENCE_WEIGHTS_MAX,
+        Metric.SEQUENCE_WEIGHTS_MIN,
+        Metric.LOG_RATIO_ABS_MAX,
+    }
+)
+"""Metrics that are no means."""
+_OF_SEQUENCES = frozenset(
+    {
+        Metric.REJECTED_SEQUENCES,
+        Metric.FIRST_PERPLEXITY,
+        Metric.SECOND_PERPLEXITY,
+        Metric.SEQUENCE_WEIGHTS_MEAN,
+    }
+)
+"""Means over sequences; the others are means over tokens."""
+_ALIKE = 1e-3
+"""The largest relative difference of two numbers that are taken for the same."""
 
 
 def _pair_of(batch: CorrectedBatch, metric: Metric, seen: float) -> str | None:

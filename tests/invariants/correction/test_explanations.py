@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollproof.core.correction_terms import Metric
 from rollproof.core.events.corrections import Purpose
 from rollproof.corrections.expected_loss import ExpectedLoss
+from rollproof.corrections.expected_metrics import ExpectedMetrics
 from rollproof.judging.checks import Finding, Verdict
 from tests.support.correction_script import SHAPE, Batch
 
@@ -162,3 +164,28 @@ def test_the_number_that_a_loss_was_divided_by_is_named(count: int, name: str) -
     assert "0" == zero.observed
     passing = batch.judged("correction.loss", Purpose.LOSS, loss=exact[0], kept=batch.kept)
     assert Verdict.PASS is passing.verdict
+
+
+@pytest.mark.parametrize(
+    ("metric", "factor", "words"),
+    [
+        ("effective-samples", 7 / 3, "divided by the 3 sequences, and not by the 7 trained tokens"),
+        ("effective-samples", 7 / 2, "by the 2 sequences with trained tokens, and not by the 7"),
+        ("ratio-mean", 7 / 15, "by the 15 places, padding and masked tokens among them, and not"),
+        ("sequence-weights-mean", 2 / 3, "the 3 sequences, and not by the 2 sequences with"),
+        ("ratio-mean", 1.01 * 7 / 3, "The mean is over other tokens than are trained"),
+        ("weights-max", 7 / 3, "The mean is over other tokens than are trained"),
+    ],
+)
+def test_the_count_by_which_a_number_is_divided_is_named(
+    metric: str, factor: float, words: str
+) -> None:
+    """If it is the right number but for that count; a maximum is divided by none."""
+    mask = [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    batch = Batch({"mask": mask}, metrics={"number": metric})
+    found = ExpectedMetrics(batch.exact).value(Metric(metric))
+    assert found is not None
+    finding = _found(
+        batch, "correction.metrics", Purpose.METRICS, metrics={"number": factor * found[0]}
+    )
+    assert words in finding.hint
