@@ -65,16 +65,6 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
             f"Call {call} may sample {count(grant, 'token')}, but only {left} of {budget} are left"
         )
     )
-    hint = (
-        "Without a stated budget the engine samples up to its context length. Set max_tokens"
-        " to the configured response length on the first call, and to what is left of it on"
-        " every later one (verl #7207)."
-        if grant is None
-        else (
-            "A resume must subtract what was sampled before it; otherwise every abort"
-            " lengthens the rollout (verl #7207, slime #2260)."
-        )
-    )
     out.finding(
         title,
         kind="a call states no budget" if grant is None else "a call may sample more than is left",
@@ -84,8 +74,37 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
             f" {share(len(excessive), len(view.attempts), 'call')} of the request"
         ),
         where=view.place(call=call, server=attempt.call.server_id),
-        hint=hint,
+        hint=_why_too_much(view, step, grant),
     )
+
+
+def _why_too_much(view: RequestView, step: Step, grant: int | None) -> str:
+    """Return the likely cause of a grant that exceeds what is left."""
+    if grant is None:
+        return (
+            "Without a stated budget the engine samples up to its context length. Set max_tokens"
+            " to the configured response length on the first call, and to what is left of it on"
+            " every later one (verl #7207)."
+        )
+    if step.spent:
+        return (
+            "A resume must subtract what was sampled before it; otherwise every abort"
+            " lengthens the rollout (verl #7207, slime #2260)."
+        )
+    sibling = next(
+        (
+            other.request.request_id
+            for other in view.neighbours
+            if other.request.prompt_ids == view.request.prompt_ids and other.request.budget == grant
+        ),
+        None,
+    )
+    if sibling is not None:
+        return (
+            f"{grant} is the budget of {sibling}, which has the same prompt: the call may have been"
+            f" made for {sibling}, and its reply delivered to another member of the group."
+        )
+    return "Nothing was sampled before this call: grant it the budget of its own request."
 
 
 def overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:

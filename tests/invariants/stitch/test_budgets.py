@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
-from tests.support.trace_script import check, finds, inapplicable, passes, unknown
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 A, B = ScriptedCall(tokens=(11, 12)), ScriptedCall(tokens=(13, 14, 15), reason="length")
 
@@ -29,8 +29,26 @@ class TestGranted:
             "max_tokens=5 in call 2 (to server s0); too much in 1 of 2 calls of the request"
             == finding.observed
         )
-        assert "verl #7207" in finding.hint
+        assert "A resume must subtract what was sampled before it" in finding.hint
         assert {self.ID} == blamed(story)
+
+    @pytest.mark.parametrize(
+        ("prompt", "budget", "words"),
+        [
+            ((1, 2), 9, "9 is the budget of r1, which has the same prompt: the call may have been"),
+            ((1, 2), 8, "Nothing was sampled before this call: grant it the budget"),
+            ((1, 3), 9, "Nothing was sampled before this call: grant it the budget"),
+        ],
+    )
+    def test_a_first_call_with_too_much_may_be_that_of_a_sibling(
+        self, prompt: tuple[int, ...], budget: int, words: str
+    ) -> None:
+        """If it has just what the other request with that prompt may sample."""
+        script = TraceScript().weights(0).submit("r0", (1, 2), 4, group="g")
+        script.submit("r1", prompt, budget, group="g")
+        call = script.call((1, 2), "r0", max_tokens=9)
+        script.reply(call, (11, 12), "stop").result((11, 12), "r0", (1, 2))
+        assert words in finds(self.ID, script).hint
 
     @pytest.mark.parametrize(("grant", "found"), [(0, 1), (1, 2)])
     def test_behind_a_budget_that_was_exceeded_nothing_is_left(
