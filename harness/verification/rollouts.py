@@ -62,7 +62,6 @@ from rollproof.verification.schedules import (
     random_cases,
     scope_families,
     with_fitting_updates,
-    within_limits,
 )
 from rollproof.verification.shrinking import shrink
 from rollproof.verification.traces import judge_events
@@ -236,9 +235,8 @@ def cases_for(
         yield from _distinct(_fitted(case, contract) for case in cases)
 
 
-def _fitted(case: Case, contract: Contract) -> Case | None:
-    """Return the case with weight syncs that the contract's KV policy allows, and within its
-    limits; ``None`` if no case like that is within them.
+def _fitted(case: Case, contract: Contract) -> Case:
+    """Return the case with weight syncs that the contract's KV policy allows.
 
     A contract that recomputes the KV cache at an update is only held to syncs that let it do so:
     those that flush the cache, and not in place.
@@ -248,15 +246,13 @@ def _fitted(case: Case, contract: Contract) -> Case | None:
     ):
         mode = PauseMode.KEEP if case.pause_mode is PauseMode.IN_PLACE else case.pause_mode
         case = replace(case, clear_cache=True, pause_mode=mode)
-    return within_limits(with_fitting_updates(case, contract), contract)
+    return with_fitting_updates(case, contract)
 
 
-def _distinct(cases: Iterable[Case | None]) -> Iterator[Case]:
+def _distinct(cases: Iterable[Case]) -> Iterator[Case]:
     """Yield each case once: a fitted sync is often one that the scope holds anyway."""
     seen: set[str] = set()
     for case in cases:
-        if case is None:
-            continue
         key = repr(case)
         if key not in seen:
             seen.add(key)

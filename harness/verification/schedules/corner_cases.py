@@ -75,14 +75,7 @@ def corner_families(
     mode = (modes or modes_for(flavour, contract))[0]
     corner = Corner(flavour, contract, model or Model(), seed, mode)
     for name, family in _FAMILIES.items():
-        yield name, _within(family(corner), contract)
-
-
-def _within(cases: Iterator[Case], contract: Contract) -> Iterator[Case]:
-    for case in cases:
-        fitting = within_limits(case, contract)
-        if fitting is not None:
-            yield fitting
+        yield name, (within_limits(case, contract) for case in family(corner))
 
 
 def _later_start(corner: Corner) -> Iterator[Case]:

@@ -14,6 +14,7 @@ from rollproof.core.records import Request, Scalar
 from rollproof.errors import UsageError
 from rollproof.verification.schedules.corner import vocab_with, with_stop
 from rollproof.verification.schedules.exhaustive import modes_for
+from rollproof.verification.schedules.limit_cases import within_limits
 from rollproof.verification.schedules.weight_cases import with_fitting_updates
 
 __all__ = [
@@ -153,7 +154,7 @@ def draw_case(
     modes: Sequence[PauseMode] | None = None,
     limits: Limits | None = None,
 ) -> Case:
-    """Draw one case.
+    """Draw one case, within the limits that the contract declares.
 
     The kinds of action that the case may use are drawn first, then actions of these kinds (swarm
     testing).
@@ -203,7 +204,7 @@ def draw_case(
     order = {request.request_id: i for i, request in enumerate(requests)}
     actions.sort(key=lambda action: (action.when.tokens, order[action.when.request]))
     case = _with_rare_options(draws, replace(case, actions=tuple(actions)), contract)
-    return with_fitting_updates(case, contract)
+    return within_limits(with_fitting_updates(case, contract), contract)
 
 
 def _with_rare_options(draws: Draws, case: Case, contract: Contract) -> Case:

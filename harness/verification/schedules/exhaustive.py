@@ -19,6 +19,7 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.flavours import flavour_named
+from rollproof.verification.schedules.limit_cases import within_limits
 
 __all__ = [
     "LATER_REQUEST",
@@ -219,7 +220,8 @@ def scope_families(
     seed: int = 0,
     modes: tuple[PauseMode, ...] | None = None,
 ) -> Iterator[tuple[str, Iterator[Case]]]:
-    """Yield the families of ``small_scope`` by name, each with its cases.
+    """Yield the families of ``small_scope`` by name, each with its cases, within the contract's
+    limits.
 
     Raises ``UsageError`` without a pause mode.
     """
@@ -231,7 +233,7 @@ def scope_families(
         )
     plan = _Plan(flavour, contract, scope or Scope(), model or Model(), seed, chosen)
     for name, family in _FAMILIES.items():
-        yield name, family(plan)
+        yield name, (within_limits(case, contract) for case in family(plan))
 
 
 def scope_size(

@@ -25,19 +25,17 @@ _SMALL = 64
 """Limits up to this many tokens are also met after an abort."""
 
 
-def within_limits(case: Case, contract: Contract) -> Case | None:
+def within_limits(case: Case, contract: Contract) -> Case:
     """Return the case with the limits that the contract declares, its prompts cut so that each
-    leaves room for a token; ``None`` if calls could then not be told apart by their prompts.
+    leaves room for a token. Requests that could then not be told apart from an earlier one by their
+    prompts are left out, with their actions.
     """
     limits = contract.limits
     if limits is None or (limits.response is None and limits.total is None):
         return case
-    requests = []
     prompts = _cut_prompts(case, limits.total)
-    if prompts is None:
-        return None
-    for request in case.requests:
-        own = replace(
+    requests = [
+        replace(
             request,
             prompt_ids=prompts[request.prompt_ids],
             limit=min(
@@ -46,16 +44,29 @@ def within_limits(case: Case, contract: Contract) -> Case | None:
             ),
             max_length=limits.total,
         )
-        requests.append(own)
-    engine = replace(case.engine, max_length=limits.context or case.engine.max_length)
-    return replace(case, requests=tuple(requests), engine=engine)
+        for request in case.requests
+        if request.prompt_ids in prompts
+    ]
+    names = {request.request_id for request in requests}
+    return replace(
+        case,
+        requests=tuple(requests),
+        arrivals=tuple(
+            time
+            for request, time in zip(case.requests, case.arrivals, strict=False)
+            if request.request_id in names
+        ),
+        actions=tuple(action for action in case.actions if action.when.request in names),
+        engine=replace(case.engine, max_length=limits.context or case.engine.max_length),
+    )
 
 
-def _cut_prompts(case: Case, total: int | None) -> Mapping[tuple[int, ...], tuple[int, ...]] | None:
+def _cut_prompts(case: Case, total: int | None) -> Mapping[tuple[int, ...], tuple[int, ...]]:
     """Return each prompt of the case with what is left of it if it and one token are at most
-    ``total``: their beginnings, or their ends if those differ and the beginnings do not.
+    ``total``: their beginnings, or their ends if those differ and the beginnings do not. If neither
+    differ, prompts whose beginnings do not are missing.
     """
-    prompts = {request.prompt_ids for request in case.requests}
+    prompts = tuple(dict.fromkeys(request.prompt_ids for request in case.requests))
     if total is None or max(map(len, prompts)) < total:
         return {prompt: prompt for prompt in prompts}
     for kept in (slice(total - 1), slice(1 - total, None)):
@@ -64,7 +75,17 @@ def _cut_prompts(case: Case, total: int | None) -> Mapping[tuple[int, ...], tupl
         # in order, a prompt is right before one that continues it
         if not any(right[: len(one)] == one for one, right in pairwise(left)):
             return cut
-    return None
+    distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for prompt in prompts:
+        beginning = prompt[: total - 1]
+        if not any(_one_begins_the_other(beginning, other) for other in distinct.values()):
+            distinct[prompt] = beginning
+    return distinct
+
+
+def _one_begins_the_other(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    common = min(len(first), len(second))
+    return first[:common] == second[:common]
 
 
 def declared_limits(corner: Corner) -> Iterator[Case]:

@@ -35,6 +35,7 @@ from rollproof.verification.contract_probe import probe
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules.drawing import AT_SERVER, Limits, is_allowed
 from rollproof.verification.schedules.exhaustive import modes_for
+from rollproof.verification.schedules.limit_cases import within_limits
 from rollproof.verification.schedules.profiles import profile_named
 from rollproof.verification.schedules.weight_cases import fitting_kind
 from rollproof.verification.traces import judge_events
@@ -65,6 +66,7 @@ def machine_for(
     checks = registry if registry is not None else default_registry()
     body: dict[str, Any] = {
         "__doc__": f"Cases for {getattr(factory, '__qualname__', factory)} on {name}.",
+        "contract": contract,
         "outcome": staticmethod(
             _outcomes(factory, checks.select(only) if (only := tuple(only)) else checks)
         ),
@@ -100,6 +102,7 @@ _Outcome: TypeAlias = tuple[Counter[str], tuple[str, ...]]
 class _Machine(RuleBasedStateMachine):
     """The case so far, and how many tokens each request sampled when it was last run."""
 
+    contract: Contract
     outcome: Callable[[Case], _Outcome]
 
     def __init__(self) -> None:
@@ -113,15 +116,16 @@ class _Machine(RuleBasedStateMachine):
 
     @property
     def case(self) -> Case | None:
-        """The case so far; ``None`` before its first request."""
+        """The case so far, within the contract's limits; ``None`` before its first request."""
         if self.base is None or not self.requests:
             return None
-        return replace(
+        case = replace(
             self.base,
             requests=tuple(self.requests),
             arrivals=tuple(self.arrivals),
             actions=tuple(self.actions),
         )
+        return within_limits(case, self.contract)
 
     @invariant()
     def nothing_is_found(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.core.case import ActionKind, Case
+from rollproof.core.case import Action, ActionKind, Case, Trigger
 from rollproof.core.contract import Contract, Filler
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Fault, Result
@@ -209,7 +209,6 @@ def test_a_prompt_beyond_the_limits_is_cut() -> None:
     )
     fitted = within_limits(short, declared)
 
-    assert fitted is not None
     assert (4, 8, 4) == (
         fitted.requests[0].limit,
         fitted.requests[0].max_length,
@@ -217,7 +216,6 @@ def test_a_prompt_beyond_the_limits_is_cut() -> None:
     )
     assert 8 == fitted.engine.max_length
     cut = within_limits(long, declared)
-    assert cut is not None
     assert (1, 2, 3, 4, 5, 6, 7) == cut.requests[0].prompt_ids
     assert 1 == cut.requests[0].budget
     assert short == within_limits(short, contract())
@@ -230,15 +228,15 @@ def test_a_prompt_beyond_the_limits_is_cut() -> None:
         (((1, 2, 3), (1, 2, 4)), ((2, 3), (2, 4))),
         (((1, 2, 3), (1, 2, 3)), ((1, 2), (1, 2))),
         (((1,), (2, 3, 4)), ((1,), (2, 3))),
-        (((1,), (2, 1, 3), (2, 1, 4)), None),
-        (((1, 2, 3, 9, 9), (1, 2, 4, 9, 9)), None),
+        (((1,), (2, 1, 3), (2, 1, 4)), ((1,), (2, 1))),
+        (((1, 2, 3, 9, 9), (1, 2, 4, 9, 9), (5, 6, 7)), ((1, 2), (5, 6))),
     ],
     ids=str,
 )
 def test_cut_prompts_tell_requests_apart(
-    prompts: tuple[tuple[int, ...], ...], expected: tuple[tuple[int, ...], ...] | None
+    prompts: tuple[tuple[int, ...], ...], expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    """Beginnings are kept if they differ, or else ends; without either there is no case."""
+    """Beginnings are kept if they differ, or else ends; without either, requests are left out."""
     case = Case(
         flavour="vllm",
         requests=tuple(
@@ -247,9 +245,26 @@ def test_cut_prompts_tell_requests_apart(
         ),
     )
     fitted = within_limits(case, contract(limits=RolloutLimits(length=3)))
-    assert expected == (
-        None if fitted is None else tuple(request.prompt_ids for request in fitted.requests)
+    assert expected == tuple(request.prompt_ids for request in fitted.requests)
+
+
+def test_a_request_is_left_out_with_its_actions() -> None:
+    """The others keep their arrivals and their actions."""
+    prompts = {"r0": (1, 2, 3, 9, 9), "r1": (1, 2, 4, 9, 9), "r2": (5,)}
+    case = Case(
+        flavour="vllm",
+        requests=tuple(Request(request_id=name, prompt_ids=ids) for name, ids in prompts.items()),
+        arrivals=(0.0, 1.0, 2.0),
+        actions=tuple(
+            Action(when=Trigger(request=name, tokens=1), do=ActionKind.ABORT) for name in prompts
+        ),
     )
+    fitted = within_limits(case, contract(limits=RolloutLimits(length=3)))
+    assert [("r0", (1, 2)), ("r2", (5,))] == [
+        (request.request_id, request.prompt_ids) for request in fitted.requests
+    ]
+    assert (0.0, 2.0) == fitted.arrivals
+    assert ["r0", "r2"] == [action.when.request for action in fitted.actions]
 
 
 def _limited(**limits: Any) -> type[AsSampled]:
@@ -601,9 +616,7 @@ def test_a_fault_that_shows_in_one_situation_is_found(
     declared, model = _probed(factory)
     scope = Scope(response=3, actions=1, side_actions=1, side_response=3)
     small = (
-        within_limits(case, declared)
-        for case in small_scope("vllm", declared, scope=scope, model=model)
-        if case.clear_cache
+        case for case in small_scope("vllm", declared, scope=scope, model=model) if case.clear_cache
     )
     assert check in _blamed(factory, iter(_corners(factory)[family]))
-    assert check not in _blamed(factory, (case for case in small if case is not None))
+    assert check not in _blamed(factory, small)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
+from itertools import islice
 
 import pytest
 from hypothesis import find, given, settings
@@ -14,8 +15,9 @@ from rollproof.core.case import ActionKind, Case, Model
 from rollproof.core.contract import Adapters, Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.json_codec import to_json
+from rollproof.core.limits import RolloutLimits
 from rollproof.errors import UsageError
-from rollproof.verification.schedules import Limits, random_cases
+from rollproof.verification.schedules import Limits, random_cases, scope_families
 from rollproof.verification.schedules.strategies import cases, models
 from tests.verification.schedules.test_exhaustive import contract
 
@@ -121,6 +123,24 @@ def test_choices_can_be_fixed() -> None:
     assert {1, 2} == {len(case.requests) for case in drawn}
     assert {0, 1, 2} == {len(request.turns) for case in drawn for request in case.requests}
     assert {1, 2, 3} == {request.budget for case in drawn for request in case.requests}
+
+
+@pytest.mark.parametrize("length", [2, 3, 6])
+def test_cases_are_within_the_declared_limits(length: int) -> None:
+    """Whoever draws or enumerates them: each prompt leaves room for a token, and requests still
+    differ in their prompts.
+    """
+    declared = contract(limits=RolloutLimits(response=4, length=length))
+    drawn = [
+        *random_cases(3, 100, flavour="vllm", contract=declared),
+        *(case for _, cases in scope_families("vllm", declared) for case in islice(cases, 20)),
+    ]
+    assert {length} == {request.max_length for case in drawn for request in case.requests}
+    assert {4} == {
+        max(request.limit or 0 for case in drawn for request in case.requests),
+    }
+    assert length - 1 == max(len(request.prompt_ids) for case in drawn for request in case.requests)
+    assert max(len(case.requests) for case in drawn) > 1
 
 
 def test_turns_are_drawn_for_multi_turn_contracts_alone() -> None:
