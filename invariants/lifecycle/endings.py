@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import PartialOff, ResumeBy
@@ -20,6 +21,7 @@ from rollproof.judging.request_view import RequestView
 from rollproof.judging.stale_samples import is_too_old
 
 if TYPE_CHECKING:
+    from rollproof.judging.attempt import Attempt
     from rollproof.judging.judge_context import JudgeContext
 
 __all__ = ["lifecycle_drops_only_as_declared", "lifecycle_ends_once", "lifecycle_no_hang"]
@@ -98,6 +100,12 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
     out.exercised("requests that ended")
     if not result.hung:
         return
+    if _awaits_the_only_server_of_its_role(view):
+        out.absent(
+            "the only prefill or the only decode server of a proxy is gone for good: like a fleet"
+            " without servers, it can end no request"
+        )
+        return
     last = view.attempts[-1] if view.attempts else None
     # Whether the last call was answered separates a client that waits from an engine that does.
     state = "no call was ever made"
@@ -121,6 +129,40 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
             "Usual causes: a server left paused by a failed update, a lost reply without a"
             " timeout, a lock held by a cancelled task."
         ),
+    )
+
+
+def _awaits_the_only_server_of_its_role(view: RequestView) -> bool:
+    """Return whether a request calls a dead server that is the only one on which a proxy prefills,
+    or the only one on which it decodes.
+    """
+    refused = next((call for call in reversed(view.every_call) if not call.replies), None)
+    if refused is None or refused.died is None or view.unattributed_calls:
+        return False
+    prefilled: set[str] = set()
+    decoded: set[str] = set()
+    for request in (view, *view.neighbours):
+        for call, later in pairwise(request.every_call):
+            if _prefills(call, later):
+                prefilled.add(call.call.server_id)
+                decoded.add(later.call.server_id)
+    # a client that takes servers in turn calls each of them in both ways
+    return prefilled.isdisjoint(decoded) and {refused.call.server_id} in (prefilled, decoded)
+
+
+def _prefills(call: Attempt, later: Attempt) -> bool:
+    """Return whether a call samples one token for the next one, which goes on elsewhere with a
+    larger budget.
+    """
+    reply, budget = call.consumed, later.call.max_tokens
+    sent = call.call.prompt_ids
+    return (
+        call.call.max_tokens == 1
+        and reply is not None
+        and len(reply.output.token_ids) == 1
+        and later.call.server_id != call.call.server_id
+        and later.call.prompt_ids in (sent, sent + reply.output.token_ids)
+        and (budget is None or budget > 1)
     )
 
 

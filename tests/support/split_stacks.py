@@ -16,7 +16,7 @@ import rollproof
 from rollproof.core.records import IntArray
 from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["CORRECT", "FAULTY"]
+__all__ = ["CORRECT", "FAULTY", "OneDecodeServer"]
 
 
 def _contract(**changes: Any) -> rollproof.Contract:
@@ -255,6 +255,14 @@ class HandsFirstTokenOver(_Proxy):
                 turn.take(output)
                 self.end(turn, output)
             return
+
+
+class OneDecodeServer(HandsFirstTokenOver):
+    """Prefills on all servers but one, if there are several."""
+
+    def start(self, fleet: Fleet) -> None:
+        super().start(fleet)
+        self.prefill, self.decode = self.servers[1:] or self.servers, self.servers[:1]
 
 
 class PromptRowDropped(DiscardsFirstToken):

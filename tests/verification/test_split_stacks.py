@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from rollproof.core.events.rollout import Result
 from rollproof.judging.checks import Verdict
 from rollproof.judging.turn_samples import TURN_SAMPLES
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.rollouts import run_conformance
+from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import corner_families, random_cases
+from rollproof.verification.traces import judge
 from tests.support import split_stacks
 from tests.support.split_stacks import CORRECT, FAULTY
 
@@ -37,6 +40,16 @@ def test_rollouts_in_parts_are_left_alone(stack: Any) -> None:
     ]
     ruled_out = {result.id for result in report.results if result.reason == TURN_SAMPLES}
     assert (_OF_ANSWERS if issubclass(stack, split_stacks.LastTurn) else set()) == ruled_out
+
+
+def test_the_only_server_of_a_role_may_be_gone_for_good() -> None:
+    """No decode server is left, and the requests wait for it until the deadline."""
+    stack = split_stacks.OneDecodeServer
+    ((flavour, contract, model),) = probe(stack, stack.flavours)
+    deaths = list(dict(corner_families(flavour, contract, model=model))["deaths"])
+    hung = run_case(stack, deaths[-1])
+    assert any(isinstance(event, Result) and event.hung for event in hung.events)
+    assert () == judge(hung).failed
 
 
 @pytest.mark.parametrize("stack", FAULTY, ids=lambda stack: stack.__name__)

@@ -14,7 +14,7 @@ from rollproof.invariants import lifecycle, weights
 from rollproof.judging.checks import Verdict
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
-from tests.support.trace_script import TraceScript, finds, opened, passes, unknown
+from tests.support.trace_script import TraceScript, check, finds, opened, passes, unknown
 
 
 class TestEndsOnce:
@@ -117,6 +117,45 @@ class TestNoHang:
             if state == "answered":
                 script.reply(call, (3,))
         assert finds(self.ID, script.result(event={"hung": True})).observed.endswith(words)
+
+    @pytest.mark.parametrize(
+        ("pairs", "dead", "granted", "blamed"),
+        [
+            ([("s0", "s1")], "s1", 4, False),
+            ([("s0", "s1")], "s0", 4, False),
+            ([("s0", "s1"), ("s0", "s2")], "s1", 4, True),
+            ([("s0", "s1"), ("s1", "s0")], "s1", 4, True),
+            ([("s0", "s0")], "s0", 4, True),
+            ([("s0", "s1")], "s1", 1, True),
+        ],
+        ids=[
+            "only decode server",
+            "only prefill server",
+            "another decode server",
+            "servers in turn",
+            "no proxy",
+            "a token a call",
+        ],
+    )
+    def test_the_only_server_of_a_role_may_be_gone(
+        self, pairs: list[tuple[str, str]], dead: str, granted: int, blamed: bool
+    ) -> None:
+        """A proxy cannot end a request without it, and no other stack is excused."""
+        script = TraceScript()
+        for number, (prefill, decode) in enumerate(pairs):
+            name = f"r{number}"
+            script.submit(name, (1, 2 + number))
+            call = script.call((1, 2 + number), name, max_tokens=1, server=prefill)
+            script.reply(call, (7,), "length")
+            call = script.call((1, 2 + number), name, max_tokens=granted, server=decode)
+            script.reply(call, (), "abort")
+        script.fault("death", dead)
+        script.call((1, 2), max_tokens=1 if dead == "s0" else granted, server=dead)
+        script.result(event={"hung": True})
+        for number in range(1, len(pairs)):
+            script.result((7,), f"r{number}", (1, 2 + number))
+        result = check(self.ID, script)
+        assert blamed == (Verdict.FAIL == result.verdict)
 
     def test_other_ends_pass(self) -> None:
         """An error is not a hang."""
