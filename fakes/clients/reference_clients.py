@@ -25,6 +25,7 @@ from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
 from rollproof.fakes.clients.adapter_clients import AsSampledAdapters
 from rollproof.fakes.clients.delta_clients import AsSampledDeltas
+from rollproof.fakes.clients.mask_clients import AsSampledMasks
 from rollproof.fakes.clients.resuming import FROZEN, AsSampled, ClientOptions, PartialSample
 from rollproof.fakes.engine.flavours import ReprefillRows
 from rollproof.fakes.engine.fleet import Fleet
@@ -36,6 +37,7 @@ __all__ = [
     "AsSampledCalls",
     "AsSampledDeltas",
     "AsSampledLimits",
+    "AsSampledMasks",
     "AsSampledMoe",
     "AsSampledSpans",
     "AsSampledTokens",
@@ -248,6 +250,7 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "as-sampled-limits": AsSampledLimits,
         "as-sampled-adapters": AsSampledAdapters,
         "as-sampled-deltas": AsSampledDeltas,
+        "as-sampled-masks": AsSampledMasks,
         "latest-prefill": LatestPrefill,
         "latest-prefill-rows": LatestPrefillRows,
         "engine-keep": EngineKeep,

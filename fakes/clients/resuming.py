@@ -269,11 +269,16 @@ class AsSampled:
             want_logprobs=request.want_logprobs,
             routes_start=self.routes_start(sample),
             adapter=self.adapter(sample, server),
+            return_sampling_mask=self.wants_masks(sample),
         )
 
     def adapter(self, sample: PartialSample, server: FakeEngine) -> str | None:
         """Return the adapter that is to serve a call; ``None``: the base model."""
         return None
+
+    def wants_masks(self, sample: PartialSample) -> bool:
+        """Whether a call requests sampling masks."""
+        return False
 
     def handle(self, sample: PartialSample) -> str:
         """Return the handle of a call; no handle is the beginning of another."""

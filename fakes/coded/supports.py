@@ -13,19 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.core.records import Scalar
-from rollproof.core.sampling_masks import SamplingMask, leaves_tokens_out
+from rollproof.core.sampling_masks import SamplingMask, is_greedy, leaves_tokens_out
 from rollproof.fakes.coded.hashing import Hashes
 
-__all__ = ["coded_supports", "is_greedy"]
+__all__ = ["coded_supports"]
 
 _WIDEST = 12
 """Ids of the largest support that top_p and min_p leave without a top_k."""
 _SIZE_SHIFT, _PLACE_SHIFT, _TIE_BITS = np.uint64(20), np.uint64(33), np.uint64(7)
-
-
-def is_greedy(sampling: Mapping[str, Scalar]) -> bool:
-    """Return whether a call takes the most probable tokens, so that its siblings are equal."""
-    return sampling.get("temperature") == 0 or sampling.get("top_k") == 1
 
 
 def coded_supports(
@@ -64,5 +59,6 @@ def _sizes(hashes: Hashes, sampling: Mapping[str, Scalar]) -> npt.NDArray[np.int
         drawn = (hashes >> _SIZE_SHIFT) % np.uint64(limit or _WIDEST)
         return drawn.astype(np.int64) + 1
     # tokens that are tied at the cutoff are all left in (SGLang #34037)
-    tied = hashes & _TIE_BITS == 0
-    return limit + tied.astype(np.int64)
+    sizes = np.full(len(hashes), limit, dtype=np.int64)
+    sizes[hashes & _TIE_BITS == 0] += 1
+    return sizes

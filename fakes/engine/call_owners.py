@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from rollproof.core.call_ownership import CallOwner, named_request
 from rollproof.core.events.rollout import Fault, Result, Submit
 from rollproof.core.records import FinishReason, Request, Scalar
+from rollproof.core.sampling_masks import is_greedy
 from rollproof.core.trace import Recorder
-from rollproof.fakes.coded.supports import is_greedy
 from rollproof.fakes.engine.inflight import FirstDraw, InflightCall
 
 __all__ = ["CURRENT_REQUEST", "CallOwners", "InternalCalls"]

@@ -20,9 +20,9 @@ from rollproof.core.engine_contract import PauseMode, Refusal
 from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume, Weights
 from rollproof.core.events.weights import Checksums
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Scalar, Version, as_tokens
+from rollproof.core.sampling_masks import is_greedy
 from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.fakes.coded.supports import is_greedy
 from rollproof.fakes.engine.adapter_loads import AdapterLoads
 from rollproof.fakes.engine.checksums import tensor_checksums
 from rollproof.fakes.engine.delta_loads import DeltaLoads

@@ -35,8 +35,9 @@ from rollproof.core.records import (
     Rollout,
     Scalar,
 )
+from rollproof.core.sampling_masks import SamplingMask
 
-__all__ = ["CollatedBatch", "Collator", "ColumnCollator"]
+__all__ = ["CollatedBatch", "Collator", "ColumnCollator", "MaskCollator"]
 
 _A = TypeVar("_A", bound="npt.NDArray[Any]")
 
@@ -50,6 +51,7 @@ class CollatedBatch:
     routed: ``(samples, places)``, 1 at captured rows; ``None`` if no sample has routes.
     columns: ``(samples, places)`` each: the further columns by name.
     values: the further values of each sample by name.
+    masks: the sampling masks of each line; ``None`` for a sample without any.
     """
 
     ids: tuple[str, ...]
@@ -61,6 +63,7 @@ class CollatedBatch:
     routed: IntArray | None
     columns: Mapping[str, ColumnArray] = field(default_factory=dict)
     values: tuple[Mapping[str, Scalar], ...] = ()
+    masks: tuple[SamplingMask | None, ...] = ()
 
 
 class Collator:
@@ -106,6 +109,7 @@ class Collator:
                 if column.extent.placed
             },
             values=tuple(self.values(sample) for sample in samples),
+            masks=tuple(self.sampling_mask(sample) for sample in samples),
         )
 
     def rows(self, batch: CollatedBatch) -> list[BatchRow]:
@@ -121,6 +125,7 @@ class Collator:
                 routed=None if batch.routed is None else batch.routed[i],
                 columns={column: values[i] for column, values in batch.columns.items()},
                 values=batch.values[i],
+                sampling_mask=batch.masks[i],
             )
             for i, name in enumerate(batch.ids)
         ]
@@ -139,6 +144,11 @@ class Collator:
                     f"{sample.request_id}: {len(value)} {name} for {sample.total} tokens,"
                     f" {response} of them sampled."
                 )
+        mask = sample.sampling_mask
+        if mask is not None and len(mask) != response:
+            raise ValueError(
+                f"{sample.request_id}: sampling masks of {len(mask)} for {response} tokens."
+            )
         for column in self.contract.columns:
             tokens = sample.total if column.extent is ColumnExtent.TOKENS else response
             if column.extent.per_token and len(sample.columns[column.name]) != tokens:
@@ -224,6 +234,20 @@ class Collator:
             for column in self.contract.columns
             if not column.extent.placed
         }
+
+    def sampling_mask(self, sample: Rollout) -> SamplingMask | None:
+        """Return the masks of all places: count 0 at prompt and padding."""
+        mask = sample.sampling_mask
+        if mask is None:
+            return None
+        behind = self.width - self.left - len(mask)
+        return SamplingMask.joined([SamplingMask.none(self.left), mask, SamplingMask.none(behind)])
+
+
+class MaskCollator(Collator):
+    """A ``Collator`` of batches with sampling masks."""
+
+    contract: Contract = replace(Collator.contract, sampling_masks=True)
 
 
 class ColumnCollator(Collator):

@@ -65,7 +65,11 @@ def references() -> list[Target]:
     functions, trainers with replay, corrections.
     """
     from rollproof.fakes.clients.reference_clients import REFERENCES
-    from rollproof.fakes.trainers.reference_batches import Collator, ColumnCollator
+    from rollproof.fakes.trainers.reference_batches import (
+        Collator,
+        ColumnCollator,
+        MaskCollator,
+    )
     from rollproof.fakes.trainers.reference_corrections import REFERENCES as CORRECTIONS
     from rollproof.fakes.trainers.reference_layouts import MegatronLike
     from rollproof.fakes.trainers.reference_trainers import REFERENCES as TRAINERS
@@ -91,6 +95,12 @@ def references() -> list[Target]:
             name="column-batch",
             factory=ColumnCollator,
             recipe={"reference": "column-batch"},
+            about="batches",
+        ),
+        Target(
+            name="mask-batch",
+            factory=MaskCollator,
+            recipe={"reference": "mask-batch"},
             about="batches",
         ),
         Target(

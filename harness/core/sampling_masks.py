@@ -19,7 +19,7 @@ from rollproof.core.error_text import show
 from rollproof.core.number_arrays import INTEGERS, to_array
 from rollproof.errors import SubjectError
 
-__all__ = ["SamplingMask", "as_sampling_mask", "leaves_tokens_out"]
+__all__ = ["SamplingMask", "as_sampling_mask", "is_greedy", "leaves_tokens_out"]
 
 _Integers = npt.NDArray[np.integer[Any]]
 
@@ -54,7 +54,7 @@ class SamplingMask:
         (vLLM's form).
         """
         return cls(
-            counts=np.diff(np.array(offsets, dtype=np.int64)),
+            counts=np.diff(np.array(offsets, dtype=np.int64)).astype(np.int64),
             token_ids=np.array(token_ids, dtype=np.int64),
         )
 
@@ -104,14 +104,37 @@ class SamplingMask:
         return type(self)(counts=self.counts.copy(), token_ids=self.token_ids.copy())
 
     def cut(self, start: int, stop: int) -> Self:
-        """Return the masks of the tokens from ``start`` (inclusive) to ``stop`` (exclusive)."""
-        offsets = self.offsets
-        first, last = (int(offsets[min(i, len(self.counts))]) for i in (start, stop))
-        return type(self)(counts=self.counts[start:stop], token_ids=self.token_ids[first:last])
+        """Return the masks of the tokens from ``start`` (inclusive) to ``stop`` (exclusive), or to
+        the end if there are fewer.
+        """
+        return self.split([(start, stop)])[0]
+
+    def split(self, stretches: Iterable[tuple[int, int]]) -> list[Self]:
+        """Return ``cut`` of each pair of ``start`` and ``stop``: views of the arrays."""
+        offsets, end = self.offsets, len(self.counts)
+        return [
+            type(self)(
+                counts=self.counts[start:stop],
+                token_ids=self.token_ids[offsets[min(start, end)] : offsets[min(stop, end)]],
+            )
+            for start, stop in stretches
+        ]
 
     def ids_of(self, token: int) -> tuple[int, ...]:
         """Return the ids of one token's mask, ascending."""
         return tuple(sorted(self.cut(token, token + 1).token_ids.tolist()))
+
+    def find(self, ids: Sequence[int]) -> int | None:
+        """Return the first token whose mask has these ids, in any order; ``None`` if none has."""
+        alike = self.counts == len(ids)
+        tokens = np.flatnonzero(alike)
+        if not len(ids):
+            return None
+        wanted = SamplingMask(
+            counts=np.full(len(tokens), len(ids)), token_ids=np.tile(np.array(ids), len(tokens))
+        )
+        found = tokens[self.only(alike).equal(wanted)]
+        return int(found[0]) if len(found) else None
 
     def holds(self, tokens: Sequence[int] | _Integers) -> npt.NDArray[np.bool_]:
         """Return ``(tokens,)``: which of the masks have the id of ``tokens`` at their place."""
@@ -126,13 +149,14 @@ class SamplingMask:
         # the usual case, a copy, needs no sorting
         if same.all() and np.array_equal(self.token_ids, other.token_ids):
             return same
-        kept = [mask._only(same) for mask in (self, other)]
-        first, second = (mask._ascending() for mask in kept)
+        alike = [mask.only(same) for mask in (self, other)]
+        first, second = (mask._ascending() for mask in alike)
         same = same.copy()
-        same[np.flatnonzero(same)[kept[0].owners[first != second]]] = False
+        same[np.flatnonzero(same)[alike[0].owners[first != second]]] = False
         return same
 
-    def _only(self, tokens: npt.NDArray[np.bool_]) -> SamplingMask:
+    def only(self, tokens: npt.NDArray[np.bool_]) -> SamplingMask:
+        """Return the masks of some tokens: ``(tokens,)`` says of which."""
         return SamplingMask(
             counts=self.counts[tokens], token_ids=self.token_ids[np.repeat(tokens, self.counts)]
         )
@@ -191,16 +215,21 @@ def _of_lists(masks: Sequence[Any], what: str) -> SamplingMask:
     )
 
 
+def is_greedy(sampling: Mapping[str, object]) -> bool:
+    """Return whether a call takes the most probable tokens, so that its siblings are equal."""
+    return sampling.get("temperature") == 0 or sampling.get("top_k") == 1
+
+
 def leaves_tokens_out(sampling: Mapping[str, object]) -> bool:
     """Return whether a call with these parameters draws among some tokens alone. A greedy call does
     not draw at all.
     """
-    temperature, top_k, top_p, min_p = (
+    top_k, top_p, min_p = (
         _number(sampling.get(name), default)
-        for name, default in (("temperature", 1.0), ("top_k", -1.0), ("top_p", 1.0), ("min_p", 0.0))
+        for name, default in (("top_k", -1.0), ("top_p", 1.0), ("min_p", 0.0))
     )
     # 0 and -1 switch top_k off in vLLM, -1 in SGLang
-    return temperature > 0 and top_k != 1 and (top_k > 0 or top_p < 1 or min_p > 0)
+    return not is_greedy(sampling) and (top_k > 0 or top_p < 1 or min_p > 0)
 
 
 def _number(value: object, default: float) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 from rollproof.core.batch_columns import Column, ColumnExtent
 from rollproof.core.contract import Contract, Filler, Logprobs, MissingLogprobs, Rows
 from rollproof.core.records import ColumnArray, FinishReason, IntArray, Rollout
+from rollproof.core.sampling_masks import SamplingMask
 
 __all__ = ["BatchCase", "batch_cases"]
 
@@ -112,6 +113,7 @@ class _Maker:
                 for column in contract.columns
                 if not column.extent.per_token
             },
+            sampling_mask=_masks_of(ids[prompt:]) if contract.sampling_masks else None,
         )
 
     def _numbers(self, column: Column, length: int) -> ColumnArray:
@@ -158,6 +160,15 @@ class _Maker:
         return np.concatenate(
             [wide, np.broadcast_to(final, (1, *rows.shape[1:])).astype(wide.dtype)]
         )
+
+
+def _masks_of(ids: tuple[int, ...]) -> SamplingMask:
+    """Return a mask of one to four ids for each token, which no other token has; every seventh
+    token was drawn among all.
+    """
+    return SamplingMask.from_lists(
+        [token + 10_000 * i for i in range(0 if token % 7 == 6 else 1 + token % 4)] for token in ids
+    )
 
 
 def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
@@ -288,7 +299,13 @@ def _with_token(sample: Rollout, token: int, *places: int) -> Rollout:
 
 
 def _read_only(sample: Rollout) -> Rollout:
-    for array in (sample.routes, sample.logprobs, sample.loss_mask, *sample.columns.values()):
+    mask = sample.sampling_mask
+    masks = () if mask is None else (mask.counts, mask.token_ids)
+    for array in (
+        *(sample.routes, sample.logprobs, sample.loss_mask),
+        *masks,
+        *sample.columns.values(),
+    ):
         if array is not None:
             array.flags.writeable = False
     return sample
@@ -315,6 +332,13 @@ def _of_length(field: str, length: int) -> Callable[[Rollout], Rollout]:
         )
 
     return spoil
+
+
+def _with_masks(sample: Rollout, length: int) -> Rollout:
+    """Return the sample with the sampling masks of ``length`` tokens: cut, or repeated."""
+    mask = sample.sampling_mask
+    assert mask is not None
+    return replace(sample, sampling_mask=SamplingMask.joined([mask, mask]).cut(0, length))
 
 
 def _column_defects(contract: Contract) -> Iterator[_Defect]:
@@ -346,7 +370,13 @@ def _has_logprobs(contract: Contract) -> bool:
     return contract.logprobs is not Logprobs.NONE
 
 
+def _has_masks(contract: Contract) -> bool:
+    return contract.sampling_masks
+
+
 _DEFECTS: tuple[_Defect, ...] = (
+    ("sampling masks of 3 for 5 response tokens", _has_masks, partial(_with_masks, length=3)),
+    ("sampling masks of 8 for 5 response tokens", _has_masks, partial(_with_masks, length=8)),
     ("2 route rows for 7 tokens", _has_rows, lambda sample: _with_rows(sample, 2)),
     (
         "9 route rows for 7 tokens",

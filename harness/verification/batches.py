@@ -244,6 +244,9 @@ def _arrays_of(sample: Rollout) -> Iterator[tuple[str, ColumnArray]]:
         if array is not None:
             yield name, array
     yield from sample.columns.items()
+    if sample.sampling_mask is not None:
+        yield "sampling_mask.counts", sample.sampling_mask.counts
+        yield "sampling_mask.token_ids", sample.sampling_mask.token_ids
 
 
 def _equal(before: ColumnArray, now: ColumnArray | None) -> bool:

@@ -62,6 +62,7 @@ from rollproof.verification.schedules import (
     random_cases,
     scope_families,
     with_fitting_updates,
+    with_truncated_sampling,
 )
 from rollproof.verification.shrinking import shrink
 from rollproof.verification.traces import judge_events
@@ -246,7 +247,7 @@ def _fitted(case: Case, contract: Contract) -> Case:
     ):
         mode = PauseMode.KEEP if case.pause_mode is PauseMode.IN_PLACE else case.pause_mode
         case = replace(case, clear_cache=True, pause_mode=mode)
-    return with_fitting_updates(case, contract)
+    return with_truncated_sampling(with_fitting_updates(case, contract), contract)
 
 
 def _distinct(cases: Iterable[Case]) -> Iterator[Case]:

@@ -4,7 +4,7 @@ per-token field to its place.
 
 from __future__ import annotations
 
-from rollproof.invariants.batch import batch_routes, fields, further_columns
+from rollproof.invariants.batch import batch_routes, fields, further_columns, sampling_masks
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -19,6 +19,7 @@ CHECKS: tuple[Check, ...] = (
     further_columns.batch_columns,
     further_columns.batch_column_filler,
     further_columns.batch_values,
+    sampling_masks.batch_sampling_masks,
     fields.batch_input,
     batch_routes.batch_routes,
     batch_routes.batch_expert_ids,

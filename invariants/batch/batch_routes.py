@@ -462,7 +462,24 @@ def _outcome(placed: Placed) -> str:
         sample_values = getattr(sample, field)
         if sample_values is not None and len(sample_values) != len(sample.response_ids):
             return _outcome_of_field(placed, field, len(sample_values))
+    if outcome := _outcome_of_masks(placed):
+        return outcome
     return next(filter(None, map(partial(_outcome_of_column, placed), placed.contract.columns)), "")
+
+
+def _outcome_of_masks(placed: Placed) -> str:
+    """Return what became of sampling masks that are not one for each token."""
+    masks, actual = placed.sample.sampling_mask, placed.row.sampling_mask
+    response = len(placed.response_places)
+    if masks is None or actual is None or len(masks) == response:
+        return ""
+    if len(actual) != len(placed.row.token_ids):
+        return f"{len(masks)} were put into the batch with {count(response, 'token')}"
+    if len(masks) > response:
+        return f"{len(masks)} were cut to {count(response, 'token')}"
+    # a count of 0 says that there is none
+    filled = int((actual.counts[placed.response_places[len(masks) :]] > 0).sum())
+    return f"{count(filled, 'token')} without a mask got one" if filled else ""
 
 
 def _outcome_of_column(placed: Placed, column: Column) -> str:

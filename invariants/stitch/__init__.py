@@ -11,6 +11,7 @@ from rollproof.invariants.stitch import (
     logprobs,
     masks,
     samples,
+    sampling_masks,
     turn_budgets,
 )
 from rollproof.judging.checks import Check
@@ -36,6 +37,10 @@ CHECKS: tuple[Check, ...] = (
     logprobs.stitch_logprobs_valid,
     logprobs.stitch_logprobs_paired,
     logprobs.stitch_logprobs_missing,
+    sampling_masks.stitch_sampling_masks_present,
+    sampling_masks.stitch_sampling_masks_length,
+    sampling_masks.stitch_sampling_masks_paired,
+    sampling_masks.stitch_sampling_masks_sampled,
     masks.stitch_mask_shape,
     masks.stitch_mask_environment,
     masks.stitch_mask,

@@ -17,6 +17,7 @@ from tests.odd_stacks import (
     odd_conversations,
     odd_hedges,
     odd_instants,
+    odd_masks,
     odd_requests,
     odd_samples,
     odd_stops,
@@ -52,6 +53,7 @@ STACKS = [
             odd_conversations,
             odd_hedges,
             odd_instants,
+            odd_masks,
             odd_requests,
             odd_samples,
             odd_stops,
@@ -76,7 +78,7 @@ def test_an_unusual_stack_is_not_blamed(stack: Any) -> None:
 
 def test_all_stacks_are_run() -> None:
     """The table finds the classes by what they have: none may drop out unseen."""
-    assert 68 == len(STACKS)
+    assert 70 == len(STACKS)
 
 
 @pytest.mark.parametrize("batches", [padded.Padded, padded.Uniform])
@@ -91,6 +93,11 @@ def test_an_unusual_batch_is_not_blamed(batches: Any) -> None:
 def test_an_unusual_batch_with_further_columns_is_not_blamed(stack: Any) -> None:
     """Masked columns of sorted rows with new names of groups; columns without any padding."""
     assert 0 == rollproof.judge_batches(stack).exit_code
+
+
+def test_an_unusual_batch_with_sampling_masks_is_not_blamed() -> None:
+    """Tokens that the loss leaves out lose their masks, and the ids of the others descend."""
+    assert 0 == rollproof.judge_batches(odd_masks.MaskedMasks).exit_code
 
 
 def test_unusual_layouts_are_not_blamed() -> None:

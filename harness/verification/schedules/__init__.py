@@ -19,6 +19,7 @@ from rollproof.verification.schedules.exhaustive import (
 )
 from rollproof.verification.schedules.limit_cases import within_limits
 from rollproof.verification.schedules.profiles import PROFILES, Profile, profile_named
+from rollproof.verification.schedules.sampling_cases import with_truncated_sampling
 from rollproof.verification.schedules.weight_cases import with_fitting_updates
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "scope_size",
     "small_scope",
     "with_fitting_updates",
+    "with_truncated_sampling",
     "within_limits",
 ]
