@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from rollproof.core.error_text import show
 from rollproof.core.number_arrays import INTEGERS, to_array
-from rollproof.errors import SubjectError
+from rollproof.errors import SubjectError, UsageError
 
 __all__ = ["SamplingMask", "as_sampling_mask", "is_greedy", "leaves_tokens_out"]
 
@@ -142,6 +142,40 @@ class SamplingMask:
         found = np.zeros(len(self.counts), dtype=bool)
         found[owners[self.token_ids == np.asarray(tokens, dtype=np.int64)[owners]]] = True
         return found
+
+    def renormalised(
+        self, scores: npt.ArrayLike, tokens: Sequence[int] | _Integers
+    ) -> npt.NDArray[np.float64]:
+        """Return the log-probability of each token among the ids of its mask, as a trainer has it:
+        ``(tokens,)``. Among all ids for a token without a mask; -inf if the mask lacks the token.
+
+        Args:
+            scores: ``(tokens, vocab)``: logits, or log-probabilities, at the temperature of the
+                call.
+            tokens: The sampled tokens.
+
+        Raises:
+            UsageError: The sizes differ, or an id is not below ``vocab``.
+        """
+        values, ids = np.asarray(scores, dtype=np.float64), np.asarray(tokens, dtype=np.int64)
+        if values.ndim != 2 or not len(values) == len(ids) == len(self):
+            raise UsageError(
+                f"Scores of the shape {values.shape}, {len(ids)} tokens and {len(self)} masks:"
+                " scores must be (tokens, vocab), with one token and one mask each."
+            )
+        for listed in (ids, self.token_ids):
+            if len(listed) and not 0 <= int(listed.min()) <= int(listed.max()) < values.shape[1]:
+                raise UsageError(f"Ids must be 0 to {values.shape[1] - 1}, as the scores have.")
+        masked = self.counts > 0
+        totals = np.full(len(ids), -np.inf)
+        if masked.any():
+            # consecutive starts, because tokens without a mask have no ids
+            totals[masked] = np.logaddexp.reduceat(
+                values[self.owners, self.token_ids], self.offsets[:-1][masked]
+            )
+        totals[~masked] = np.logaddexp.reduce(values[~masked], axis=1)
+        chosen = values[np.arange(len(ids)), ids] - totals
+        return np.where(masked & ~self.holds(ids), -np.inf, chosen)
 
     def equal(self, other: SamplingMask) -> npt.NDArray[np.bool_]:
         """Return ``(tokens,)``: which masks of as many tokens have the same ids, in any order."""

@@ -11,7 +11,7 @@ import pytest
 from rollproof.core.record_validation import validate_output, validate_rollout, validate_row
 from rollproof.core.records import BatchRow, EngineOutput, FinishReason, Rollout
 from rollproof.core.sampling_masks import SamplingMask, as_sampling_mask, leaves_tokens_out
-from rollproof.errors import SubjectError
+from rollproof.errors import SubjectError, UsageError
 
 _LISTS = [[7, 3], [], [5], [1, 2, 3]]
 
@@ -140,6 +140,32 @@ def test_a_record_has_masks_of_its_own() -> None:
     assert [[1, 2], []] == _lists(
         validate_rollout(_rollout(sampling_mask=[[1, 2], None]), "to_record").sampling_mask
     )
+
+
+def test_a_trainer_renormalises_over_the_mask() -> None:
+    """As a softmax over the ids alone; among all ids without a mask, and never outside of one."""
+    scores = np.log([[0.4, 0.3, 0.2, 0.1]] * 4)
+    mask = SamplingMask.from_lists([[0, 1], [], [2], [1, 3]])
+    expected = np.log([0.4 / 0.7, 0.3, 1.0, 0.1 / 0.4])
+    np.testing.assert_allclose(expected, mask.renormalised(scores, [0, 1, 2, 3]), atol=1e-15)
+    # logits differ from log-probabilities by a constant of each token
+    np.testing.assert_allclose(expected, mask.renormalised(scores + 3.0, [0, 1, 2, 3]), atol=1e-12)
+    assert -np.inf == mask.renormalised(scores, [2, 1, 2, 3])[0]
+
+
+@pytest.mark.parametrize(
+    ("scores", "tokens", "problem"),
+    [
+        (np.zeros(4), [0, 1, 2, 3], r"Scores of the shape \(4,\), 4 tokens and 4 masks"),
+        (np.zeros((4, 9)), [0, 1], r"2 tokens and 4 masks"),
+        (np.zeros((4, 5)), [0, 1, 2, 3], "Ids must be 0 to 4"),
+        (np.zeros((4, 9)), [0, 1, 2, -1], "Ids must be 0 to 8"),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(scores: Any, tokens: list[int], problem: str) -> None:
+    """Numpy would broadcast them, or count a negative id from the end."""
+    with pytest.raises(UsageError, match=problem):
+        _mask().renormalised(scores, tokens)
 
 
 @pytest.mark.parametrize(
