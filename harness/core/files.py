@@ -9,6 +9,8 @@ import os
 import stat
 import tempfile
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ __all__ = [
     "folder_name",
     "is_special",
     "keep_text",
+    "locked",
     "module_of",
     "read_toml",
     "replace_file",
@@ -108,6 +111,35 @@ def write_atomically(path: Path, text: str) -> None:
         replace_file(target, text_bytes(text))
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock of ``path`` while its content is read, changed and written again: of several
+    processes that do so one goes on at a time. Without an effect if the system has no such locks.
+    """
+    handle = _folder_to_lock(path)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)  # which frees it
+
+
+def _folder_to_lock(path: Path) -> int | None:
+    try:
+        import fcntl
+
+        # of the folder: the file is replaced, and with it its lock, and a file for the lock alone
+        # would stay behind
+        folder = target_of(path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None  # what is wrong with the folder is said when the file is written
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
 
 
 def replace_file(target: Path, data: bytes, *, sync: bool = False) -> None:

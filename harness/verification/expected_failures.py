@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from rollproof.core.files import read_toml, write_atomically
+from rollproof.core.files import is_special, locked, read_toml, write_atomically
 from rollproof.errors import ExpectationError
 from rollproof.invariants import default_registry
 from rollproof.judging.known_failures import KnownFailure
@@ -263,18 +263,31 @@ class ExpectedFailures:
 
         Entries that still fail and those that no run decided keep their text, comments included.
         Entries that no longer fail are removed, and every new failure is added with a reason for
-        the user to replace.
+        the user to replace. So is what another run, or a person, wrote into the file since it was
+        read.
 
         Raises ``ExpectationError``, and leaves the file as it is, if its text cannot be edited.
         """
-        outcomes = list(outcomes)
+        with locked(self.path):
+            # what came through a pipe cannot be read again
+            now = (
+                self
+                if is_special(self.path)
+                else self.read(self.path, missing_ok=True, today=today)
+            )
+            # a run says nothing of entries that it did not know
+            return now._accept([*outcomes], known=self.entries, today=today or _today())
+
+    def _accept(
+        self, outcomes: list[Outcome], *, known: Sequence[Expectation], today: dt.date
+    ) -> list[str]:
         blocks = self._blocks()
         per_subject = len(outcomes) > 1 or any(entry.subject for entry in self.entries)
         written, changes = [blocks[0]], []
         said: list[tuple[str, str | None]] = []
         for entry, block in zip(self.entries, blocks[1:], strict=True):
             failing, too_wide = _still_failing(entry, outcomes)
-            if not too_wide:
+            if not too_wide or entry not in known:
                 written.append(block)
                 said.append((entry.check, entry.subject))
             elif failing:
@@ -294,15 +307,13 @@ class ExpectedFailures:
             for check_id in outcome.verdicts:
                 if outcome.fails(check_id) and check_id not in self.reasons(outcome.subject):
                     said.append((check_id, outcome.subject if per_subject else None))
-                    written.append(
-                        _block(check_id, outcome, named=per_subject, today=today or _today())
-                    )
+                    written.append(_block(check_id, outcome, named=per_subject, today=today))
                     changes.append(
                         f"added {check_id}: replace its reason in {self.path} by the true one"
                     )
         if changes:
             text = _joined(written)
-            self._check_edited(text, said, today or _today())
+            self._check_edited(text, said, today)
             write_atomically(self.path, text)
         return changes or [f"{self.path} already says what was found"]
 

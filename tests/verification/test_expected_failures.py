@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime as dt
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,6 +224,34 @@ def test_accepting_twice_changes_nothing(path: Path) -> None:
 
     assert [f"{path} already says what was found"] == read(path).accept(found, today=TODAY)
     assert once == path.read_bytes()
+
+
+def test_runs_that_accept_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Each adds its failures to what the others wrote since it read the file."""
+    path = tmp_path / "new" / "expected.toml"
+    files = [ExpectedFailures.read(path, missing_ok=True) for _ in range(8)]
+    outcomes = [replace(outcome(routes_rows="fail"), subject=f"S{n}") for n in range(8)]
+    # with a second subject, so that entries name theirs
+    other = replace(outcome(routes_rows="pass"), subject="Other")
+    with ThreadPoolExecutor(8) as pool:
+        changes = [
+            *pool.map(lambda n: files[n].accept([outcomes[n], other], today=TODAY), range(8))
+        ]
+
+    assert [1] * 8 == [len(lines) for lines in changes]
+    assert {f"S{n}" for n in range(8)} == {entry.subject for entry in read(path).entries}
+    assert ["expected.toml"] == [file.name for file in path.parent.iterdir()]
+
+
+def test_accepting_keeps_what_was_written_during_the_run(path: Path) -> None:
+    """A run that did not know an entry cannot show that it is no longer needed."""
+    before = read(path)
+    added = '\n[[expected]]\ncheck = "routes.position"\nreason = "r"\nshows = ["k"]\n'
+    path.write_text(FILE + added, encoding="utf-8")
+    found = [outcome(routes_rows="expected_fail", stitch_tokens="pass", routes_position="fail")]
+    before.accept(found, today=TODAY)
+
+    assert FILE.partition("\n# Waits")[0] + added == path.read_text(encoding="utf-8")
 
 
 def test_accepting_keeps_what_no_run_decided(path: Path) -> None:
