@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,8 @@ def page_text(data: Mapping[str, Any]) -> str:
             "known to fail": "inconclusive",
         },
         totals=_totals(suites, cells),
+        failed=_failures(suites, cells),
+        gpus=Counter(map(_gpu, data["machine"]["gpus"])),
         cells=cells,
         kinds=[(kind, titles[kind], of_kind) for kind, of_kind in by_kind.items() if of_kind],
     )
@@ -233,6 +236,31 @@ def _totals(suites: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, An
     ]
     named = ", ".join(f"{count:,} {what}" for count, what in counts)
     return f"{len(suites):,} engines and trainers: {named}; {len(cells):,} gaps measured"
+
+
+def _failures(
+    suites: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """Return anchor and name of what failed: it may be far down the page."""
+    failed = [
+        (f"s{suite['number']}" if suite["has_block"] else f"{suite['kind']}s", suite["subject"])
+        for suite in suites
+        if suite["verdict"] == "fail"
+    ]
+    return failed + [
+        (f"g{cell['number']}", f"gap of {cell['engine']}, {cell['trainer']}")
+        for cell in cells
+        if cell["effect"]["verdict"] == "fail"
+    ]
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    """Return name, memory and capability of a GPU, as far as they are known."""
+    facts = [f"{gpu['memory_gib']} GiB"] if gpu.get("memory_gib") else []
+    if facts and gpu.get("capability"):
+        facts.append(f"capability {gpu['capability']}")
+    name = gpu["name"] or "a GPU"
+    return f"{name} ({', '.join(facts)})" if facts else name
 
 
 def _number(value: float | None) -> str:

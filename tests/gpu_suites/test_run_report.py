@@ -98,7 +98,18 @@ def test_the_page_hides_no_known_failure(run: RunReport) -> None:
     assert "in the experiment <code>offset</code>: nothing failed this time. sometimes" in page
     assert "the experiment <code>refusals</code> was not run. it ends the engine" in page
     assert "<strong>FAIL</strong>" in page
+    assert f'<li><a href="#s1">{suite["subject"]}</a></li>' in page, "what failed is named on top"
     assert 0 == tags_of(page).scripts and "img" not in tags_of(page).tags
+
+
+def test_the_page_names_gpus_of_one_kind_once(run: RunReport) -> None:
+    """With their number; and on top of a run in which nothing failed is no list."""
+    data = run.to_dict()
+    gpus = [*machine(index=0)["gpus"], *machine(index=1)["gpus"]]
+    page = page_text({**data, "machine": {**data["machine"], "gpus": gpus}})
+
+    assert "<p>2 x NVIDIA H100 (80.0 GiB); driver 580" in page
+    assert '<li><a href="#s1">' not in page
 
 
 def test_a_session_that_is_killed_leaves_what_it_found(tmp_path: Path) -> None:
