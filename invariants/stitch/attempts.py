@@ -508,6 +508,12 @@ def stitch_media(view: RequestView, out: Collector) -> None:
                 hint=(
                     "Without its images the engine continues another conversation than it"
                     " began (verl #4842, #5160)."
+                    # contracts to start from promise media, which not every stack takes
+                    + (
+                        " A stack that takes none declares multimodal=False."
+                        if actual is None
+                        else ""
+                    )
                 ),
             )
             return

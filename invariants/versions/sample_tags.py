@@ -52,6 +52,12 @@ __all__ = [
 
 _ONE_PER_SAMPLE = (Versions.SAMPLE, Versions.MIN_MAX, Versions.BOUNDS)
 """Tags of which a sample has one for all of its tokens."""
+_NO_TOKENS = " A call without tokens shows no version: leave its tag out."
+
+
+def _has_empty_reply(view: RequestView) -> bool:
+    """Return whether a call of the request was answered without a token."""
+    return any(not reply.output.token_ids for attempt in view.attempts for reply in attempt.replies)
 
 
 @request_check(
@@ -121,7 +127,8 @@ def versions_present(view: RequestView, out: Collector) -> None:
                     "The stack dropped the tag; without it staleness cannot be bounded, and"
                     " the sample cannot be scored under its own weights."
                 )
-            ),
+            )
+            + (_NO_TOKENS if _has_empty_reply(view) else ""),
         )
 
 

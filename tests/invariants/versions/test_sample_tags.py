@@ -233,6 +233,19 @@ class TestPresent:
         )
         assert "Version 0 is false in a condition" in finds(self.ID, story).hint
 
+    @pytest.mark.parametrize("first", [(), (11,)])
+    def test_the_missing_tag_of_a_call_without_tokens_is_explained(
+        self, first: tuple[int, ...]
+    ) -> None:
+        """A stack that takes the tags of all its calls also takes the one that shows none."""
+        story = script_rollout(
+            ScriptedCall(tokens=first),
+            ScriptedCall(tokens=(12,), reason="stop"),
+            versions="min-max",
+            sample={"min_version": None},
+        )
+        assert (not first) == ("A call without tokens" in finds(self.ID, story).hint)
+
     def test_a_tag_that_is_lost_next_to_an_unknown_one_is_no_dropped_zero(self) -> None:
         """What the engine showed for a later call, nothing, was given to all tokens."""
         story = script_rollout(
