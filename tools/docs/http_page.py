@@ -38,11 +38,6 @@ def _one_step() -> Iterator[str]:
 
     tests/fakes/http/test_served_example.py runs it.
     """
-    client = (EXAMPLE / "served_client.py").read_text(encoding="utf-8")
-    begin = client.index("client = httpx")
-    end = client.index("    tokens: list[int]")
-    decorated = client[client.index("@rollout") : end]
-    sample = client[client.index("    return {") : client.index("\n\nif __name__")]
     yield f"""Run your client against a fake SGLang or vLLM server, and have its samples judged:
 
 ```console
@@ -54,19 +49,11 @@ $ rollproof serve --as sglang --contract served_contract.toml --fault-plan serve
 | exit code | if |
 |---|---|
 | 0 | everything that arose passed (`rollproof check` of the trace, kept by `--trace FILE`, counts what did not arise as unknown) |
-| 1 | a check failed, as `routes.rows` does without the line `routed_experts_start_len` of [served_client.py](example/served_client.py) |
+| 1 | a check failed, as `routes.rows` does without the client's line `routed_experts_start_len` |
 | 2 | no sample was reported, a planned fault or action did not happen, the command failed, or the client left out what a check needs |
 
-Two lines of the client are there for rollproof, the hook and the decorator:
-
-```python
-{client[begin : client.index("def call")].strip()}
-
-
-{decorated.rstrip()}
-    ...
-{sample.rstrip()}
-```
+[served_client.py](example/served_client.py) has two lines for rollproof: a [hook](#what-a-hook-knows-and-what-it-does-not) on its HTTP client, and
+`@rollout` on the function that makes a sample.
 
 The command finds the address in `ROLLPROOF_URL`, the openai client by itself (`OPENAI_BASE_URL`); `--port 30000` chooses it. Without
 `ROLLPROOF_URL`, as in production, nothing is added to any call. In pytest the same is a fixture, `rollproof_sglang` or `rollproof_vllm`:
