@@ -323,6 +323,15 @@ class FakeEngine(AdapterLoads, DeltaLoads):
         # a label of the old weights must never be shown for the new ones, so both change here
         self._publish(label, loaded=True, identity=same)
 
+    def run_while_blocked(self) -> None:
+        """Run the steps of a transfer that blocks the stack's event loop, but not the engine, which
+        is a process of its own. A paused engine samples nothing.
+        """
+        for _ in range(self.options.transfer_steps):
+            if self._has_work():
+                self._scheduler.admit(only_started=self.paused)
+                self._scheduler.step()
+
     def _break_if_planned(self) -> None:
         self._refuse_dead()
         if self.fail_next_load:

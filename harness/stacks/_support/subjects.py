@@ -105,15 +105,19 @@ def record_turn(fleet: Fleet, request: Request, turn: tuple[int, ...]) -> None:
 
 
 def load_on_every_engine(fleet: Fleet, label: int | None) -> None:
-    """Load the weights published under ``label`` on every engine, in no time.
+    """Load the weights published under ``label`` on every engine, in a transfer that blocks the
+    loop of the stack.
 
-    Engines are processes of their own, so one that fails does not stop the others.
+    Engines are processes of their own: those that are not paused go on sampling, and one that fails
+    does not stop the others.
 
     Raises:
         EngineFailure: What the first engine raised, after all had their turn.
     """
     failures: list[EngineFailure] = []
     version = fleet.weights_of(label)
+    for engine in fleet.servers.values():
+        engine.run_while_blocked()
     for engine in fleet.servers.values():
         try:
             engine.load_now(version, label, identity=version == engine.version)
