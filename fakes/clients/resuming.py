@@ -200,6 +200,7 @@ class AsSampled:
             abort_surfaces=self.aborts_surface(fleet),
             partial_off=chosen.partial_off,
             kv_policy=fleet.kv_policy,
+            updates_pause=True,
             limits=chosen.limits,
             own_stops=chosen.own_stops,
             reply_gaps=chosen.reply_gaps,

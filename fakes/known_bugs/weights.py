@@ -51,6 +51,14 @@ class _NoResumeAfterFailure(AsSampled):
         return self.replicas()
 
 
+class _LoadsUnpaused(EngineKeep):
+    async def update_weights(self, version: int | None) -> None:
+        # the pause would have been here
+        weights = self.fleet.weights_of(version)
+        for server in self.fleet.servers.values():
+            await server.load(weights, version)
+
+
 # An update, and a request that comes after it.
 _FOLLOWED = case(
     act(ActionKind.SYNC, 3), requests=(request(), request("r1", (14, 15))), arrivals=(0.0, 20.0)
@@ -301,6 +309,14 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("weights.no-token-while-paused",),
     ),
     KnownBug(
+        id="loads-unpaused",
+        summary="Weights are broadcast to servers that were not paused, and sample meanwhile.",
+        refs=("SkyRL#1212",),
+        make=_LoadsUnpaused,
+        cases=(case(_SYNC_AT_3, pause_mode=PauseMode.KEEP, clear_cache=False),),
+        detected_by=("weights.no-load-while-running",),
+    ),
+    KnownBug(
         id="old-adapter-served",
         summary="The update is acknowledged, but the old weights are still served.",
         refs=("AReaL#1021", "NeMo-RL#2895", "vllm#48312"),
@@ -368,7 +384,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("labs-molt#124",),
         make=_InFlightAcrossRefit,
         cases=(case(_SYNC_AT_3, partial=False),),
-        detected_by=("weights.one-version-per-sample",),
+        detected_by=("weights.one-version-per-sample", "weights.no-load-while-running"),
         may_fail=("weights.no-stale-cache",),
     ),
     KnownBug(
@@ -384,7 +400,7 @@ BUGS: tuple[KnownBug, ...] = (
                 engine=EngineOptions(transfer_steps=4),
             ),
         ),
-        detected_by=("weights.no-stale-cache",),
+        detected_by=("weights.no-load-while-running", "weights.no-stale-cache"),
     ),
     KnownBug(
         id="update-raises",
@@ -492,7 +508,7 @@ BUGS: tuple[KnownBug, ...] = (
         make=_UpdatesInterleave,
         cases=(_TWICE,),
         detected_by=("weights.updates-do-not-interleave", "weights.newest-update-stays"),
-        may_fail=("weights.no-stale-cache",),
+        may_fail=("weights.no-stale-cache", "weights.no-load-while-running"),
     ),
     KnownBug(
         id="update-runs-twice",

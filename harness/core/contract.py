@@ -68,6 +68,7 @@ _BOOLS = (
     "reply_gaps",
     "group_aborts",
     "sampling_masks",
+    "updates_pause",
 )
 _ROUTE_FIELDS = (
     "final_row",
@@ -112,6 +113,9 @@ class Contract:
             declared, so the verdict on a parameter that reaches no engine is unknown.
         group_aborts: Whether the samples of one prompt (n > 1) live together: one abort may end the
             calls of several of them. Otherwise it ends those of one request.
+        updates_pause: Whether a weight update pauses each server that runs calls before it loads
+            weights there. ``False``: no promise; the stack may drain servers instead, or let them
+            sample on.
         max_staleness: The largest number of labelled updates, at delivery, between the newest
             weights that every live server holds and those that sampled a token that is trained;
             ``None``: no promise. Keep it as you like: let updates wait, drop a sample that is too
@@ -172,6 +176,7 @@ class Contract:
     sampling: Sampling | None = None
     partial_off: PartialOff | None = None
     group_aborts: bool = False
+    updates_pause: bool = False
     max_staleness: int | None = None
     tag_read: TagRead | None = None
     limits: RolloutLimits | None = None

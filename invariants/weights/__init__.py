@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     updates.weights_every_replica_updated,
     updates.weights_every_pause_resumes,
     updates.weights_failed_update_resumes,
+    updates.weights_no_load_while_running,
     update_races.weights_updates_do_not_interleave,
     update_races.weights_newest_update_stays,
     update_races.weights_one_load_per_version,

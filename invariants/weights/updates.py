@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollproof.core.conventions import Adapters
 from rollproof.core.events.rollout import (
     Admit,
     Call,
     Fault,
     Pause,
+    Reply,
     Resume,
     Submit,
     Update,
@@ -16,7 +18,13 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import EndAwareCheck, case_actions, remember
+from rollproof.invariants._shared.event_check import (
+    EndAwareCheck,
+    EventCheck,
+    case_actions,
+    dead_server,
+    remember,
+)
 from rollproof.invariants.weights import update_races
 from rollproof.judging.checks import Check, Collector, trace_check
 
@@ -27,6 +35,7 @@ __all__ = [
     "weights_every_pause_resumes",
     "weights_every_replica_updated",
     "weights_failed_update_resumes",
+    "weights_no_load_while_running",
     "weights_updates_end",
 ]
 
@@ -376,6 +385,111 @@ weights_failed_update_resumes: Check = trace_check(
     needs="an update procedure that gives up (Fault update-failure without a server)",
     exercised_by="failed updates",
 )(WeightsFailedUpdateResumes)
+
+
+class WeightsNoLoadWhileRunning(EventCheck):
+    """The calls in progress are those that the server lists at the load, not those without a reply:
+    a reply may be on its way.
+    """
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._paused: set[str] = set()
+        self._resumed: dict[str, Resume] = {}
+        self._admitted: dict[int, str] = {}
+        self._shows_admissions = False
+        self._updating = 0
+        self._busy: set[str] = set()
+        self._restarted: set[str] = set()
+
+    def on_admit(self, event: Admit, out: Collector) -> None:
+        self._shows_admissions = True
+        remember(self._admitted, event.call_id, event.server_id)
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        self._admitted.pop(event.call_id, None)
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        if event.phase is UpdatePhase.ASKED:
+            if not self._updating:
+                self._busy, self._restarted = set(), set()
+                self._resumed.clear()
+            # Most pauses end the calls, and leave none for the load to find.
+            self._busy.update(self._admitted.values())
+        self._updating += 1 if event.phase is UpdatePhase.ASKED else -1
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._paused.add(event.server_id)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        if event.server_id in self._paused:
+            self._paused.discard(event.server_id)
+            self._resumed[event.server_id] = event
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        dead = dead_server(event)
+        # One that comes back within the update takes calls, and the transfer to it may go on.
+        self._restarted.add(dead)
+        self._paused.discard(dead)
+        self._admitted = {call: server for call, server in self._admitted.items() if server != dead}
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        # Adapters are swapped while calls run on the base model (vLLM's load_lora_adapter).
+        if not event.loaded or event.by_harness or event.adapter is not None:
+            return
+        server = event.server_id
+        if server in self._restarted:
+            return
+        if event.progress is None:
+            if server in self._admitted.values():
+                out.absent("the trace does not say which calls run when a server loads weights")
+            return
+        running = [call for call in event.progress if self._admitted.get(call) == server]
+        if running or server in self._busy:
+            out.exercised("loads on servers that ran calls")
+        if running and server not in self._paused:
+            calls = ", ".join(f"call {call}" for call in running)
+            resumed = self._resumed.get(server)
+            out.finding(
+                "weights were loaded into a server that ran calls and was not paused",
+                expected=(
+                    f"a pause of {server} before it loads version {event.version}: the contract"
+                    " declares updates_pause=True"
+                ),
+                observed=(
+                    f"it loaded them at event {event.index}, while {calls} ran"
+                    + (
+                        ", without a pause"
+                        if resumed is None
+                        else f": its pause had ended at event {resumed.index}"
+                    )
+                ),
+                where={"call": running[0], "server": server, "index": event.index},
+                hint=(
+                    "Pause every server before the transfer, wait until the pauses are"
+                    " acknowledged, and resume after the last load: a forward in between computes"
+                    " with weights of which a part is new (SkyRL #1212)."
+                ),
+            )
+
+    def finish(self, out: Collector) -> None:
+        if not self._shows_admissions:
+            out.absent("the trace does not say when a server admits a call")
+
+
+weights_no_load_while_running: Check = trace_check(
+    "weights.no-load-while-running",
+    promise="A server that runs calls loads weights only while it is paused.",
+    needs="Admit, Pause and Resume events, and the progress of calls at Weights",
+    exercised_by="loads on servers that ran calls",
+    applies=lambda contract: (
+        "updates need not pause their servers (updates_pause=False)"
+        if not contract.updates_pause
+        else "every update brings an adapter, which is swapped while calls run"
+        if contract.adapters is Adapters.FROZEN_BASE
+        else None
+    ),
+)(WeightsNoLoadWhileRunning)
 
 
 def _update_gave_up(event: Fault) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Update, UpdatePhase
 from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
@@ -274,6 +275,112 @@ class TestFailedUpdate:
         """Of two at once one failed: the other resumes."""
         script = _fleet().pause().pause().fault("update-failure").weights(2).resume()
         passes(self.ID, script, failed_updates=1)
+
+
+class TestLoadWhileRunning:
+    """``weights.no-load-while-running``."""
+
+    ID = "weights.no-load-while-running"
+
+    def _running(self, **changes: object) -> tuple[TraceScript, int]:
+        """A call that runs on s0 when an update is requested, in a stack that promises pauses."""
+        script = _fleet(**{"updates_pause": True, **changes})
+        call = script.call((1, 2))
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ASKED))
+        return script, call
+
+    def test_a_load_without_a_pause_is_found(self) -> None:
+        """As in SkyRL#1212: calls compute with weights that have arrived in part."""
+        script, call = self._running()
+        finding = finds(self.ID, script.weights(1, progress={call: 2}))
+        assert "a pause of s0 before it loads version 1" in finding.expected
+        assert (
+            f"it loaded them at event 6, while call {call} ran, without a pause" == finding.observed
+        )
+        assert {"call": call, "server": "s0", "index": 6} == finding.where
+
+    def test_a_load_after_the_resume_is_found(self) -> None:
+        """The pause ended before the transfer did."""
+        script, call = self._running()
+        script.pause(PauseMode.KEEP).resume().weights(1, progress={call: 2})
+        assert (
+            f"it loaded them at event 8, while call {call} ran: its pause had ended at event 7"
+            == finds(self.ID, script).observed
+        )
+
+    @pytest.mark.parametrize("left", [{}, {1: 2}])
+    def test_a_load_within_a_pause_passes(self, left: dict[int, int]) -> None:
+        """Whether the pause froze the call or ended it."""
+        script, _ = self._running()
+        script.pause().pause().weights(1, progress=left).resume()
+        passes(self.ID, script, loads_on_servers_that_ran_calls=1)
+
+    def test_a_pause_of_another_server_is_none(self) -> None:
+        """Each server needs its own."""
+        script, call = self._running()
+        script.pause(server="s1").weights(1, progress={call: 2})
+        assert "s0" == finds(self.ID, script).where["server"]
+
+    def test_a_call_that_was_answered_does_not_run(self) -> None:
+        """A stack that drains its servers has no call to pause, but none was found running."""
+        script, call = self._running()
+        script.reply(call, (3, 4)).weights(1, progress={})
+        passes(self.ID, script, loads_on_servers_that_ran_calls=1)
+
+    def test_a_queued_call_does_not_run(self) -> None:
+        """Nothing of it is computed yet."""
+        script = _fleet(updates_pause=True)
+        queued = script.send()
+        script.weights(1, progress={queued: 0}).admit(queued)
+        unknown(self.ID, script, "not exercised")
+
+    def test_loads_of_the_harness_adapters_and_labels_are_not_judged(self) -> None:
+        """The first is none of the stack's, and the others leave the weights of running calls."""
+        script, call = self._running()
+        for fields in ({"by_harness": True}, {"adapter": "policy"}, {"loaded": False}):
+            script.weights(1, progress={call: 2}, **fields)
+        unknown(self.ID, script, "not exercised")
+
+    def test_a_server_that_died_in_the_update_is_not_judged(self) -> None:
+        """It came back without a pause while the transfer to it went on."""
+        script, _ = self._running()
+        script.pause().fault("death", "s0").fault("revive", "s0")
+        again = script.call((1, 2))
+        unknown(self.ID, script.weights(1, progress={again: 1}), "not exercised")
+
+    def test_the_next_update_is_judged_again(self) -> None:
+        """The server is a living one like the others."""
+        script, _ = self._running()
+        script.fault("death", "s0").fault("revive", "s0")
+        script.add(Update(version=1, label=1, phase=UpdatePhase.ENDED))
+        call = script.call((1, 2))
+        script.add(Update(version=2, label=2, phase=UpdatePhase.ASKED))
+        finds(self.ID, script.weights(2, progress={call: 1}))
+
+    def test_without_the_progress_of_calls_the_verdict_is_unknown(self) -> None:
+        """A call without a reply may have ended."""
+        script, _ = self._running()
+        unknown(self.ID, script.weights(1), "does not say which calls run when a server loads")
+
+    def test_without_admissions_the_verdict_is_unknown(self) -> None:
+        """A call that was sent may not have begun."""
+        script = _fleet(updates_pause=True)
+        call = script.send()
+        unknown(self.ID, script.weights(1, progress={call: 0}), "when a server admits a call")
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"updates_pause": False}, "updates_pause=False"),
+            ({"adapters": "frozen-base"}, "swapped while calls run"),
+        ],
+    )
+    def test_stacks_without_the_promise_are_not_judged(
+        self, changes: dict[str, object], reason: str
+    ) -> None:
+        """They may drain servers instead, or let them sample on."""
+        script, call = self._running(**changes)
+        inapplicable(self.ID, script.weights(1, progress={call: 2}), reason)
 
 
 class TestAtOnce:
