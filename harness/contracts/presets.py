@@ -200,6 +200,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     "missing_logprobs": _NO_LOGPROB_OF_ENVIRONMENT,
                     "sampling": ("forwarded", "sampling_params go to the engine as they are"),
                     "kv_policy": _KEPT_KV,
+                    "updates_pause": (
+                        True,
+                        "no request in flight reads weights that arrived in part",
+                    ),
                 },
                 {
                     "rows": (

@@ -146,6 +146,9 @@ def skyrl_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
         abort_surfaces=True,
         sampling=Sampling.FORWARDED,
         kv_policy=KvPolicy.KEEP,
+        # a comment in WorkerDispatch.save_weights_for_sampler: requests in flight must not read
+        # weights that have arrived in part
+        updates_pause=True,
         dtype="int64" if skyrl.facts.routes is RouteForm.LISTS else "uint8|int16|int32",
     )
 
