@@ -262,6 +262,32 @@ async def last_token() -> None:
         print(VERSION, f"2 + 2 of {length} tokens, ended by stop: {result}")
 
 
+async def multi_turn_routes() -> None:
+    """The rows of each turn's call are written over those of all messages before it."""
+    _call_remote()
+
+    class Generation:
+        """Each turn is sampled by new weights; the value of a row is their number."""
+
+        weights = 0
+
+        async def generate_async(self, data: Any, **_: Any) -> Any:
+            self.weights += 1
+            ids = torch.cat([data["input_ids"][0], torch.tensor([7, 8])])
+            output = {
+                "output_ids": ids[None],
+                "unpadded_sequence_lengths": torch.tensor([len(ids)]),
+                "routed_experts": torch.full((1, len(ids), 1, 1), self.weights),
+            }
+            yield 0, output
+
+    sample, environment = prompt(("9",))
+    impl = AsyncRolloutImpl(tokenizer, environment, 1, 64, 2, Generation())
+    log = (await impl.run_rollout(sample)).completions[0].message_log
+    rows = [message["routed_experts"][:, 0, 0].tolist() for message in log[:4]]
+    print(VERSION, f"turns sampled by weights 1 and 2: rows of the messages {rows}")
+
+
 def short_fields() -> None:
     """Fields of messages are joined without a check of their lengths: one that is short is filled,
     one that is long makes a longer row.
@@ -339,6 +365,7 @@ if __name__ == "__main__":
         end_version,
         group_tag,
         last_token,
+        multi_turn_routes,
         short_fields,
         stale_cache,
         swallowed_error,

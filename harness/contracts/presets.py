@@ -293,7 +293,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     "final_row": ("arange", "the last token's row is arange(top_k)"),
                     "filler": ("arange", "so are tokens of the environment that nobody forwarded"),
                     "dtype": ("int8|int16|int32", "resolve_routed_experts_dtype"),
-                    "provenance": ("latest-prefill", "the last call's rows replace earlier turns'"),
+                    "provenance": (
+                        "as-sampled",
+                        "a token's experts are the same in rollout and training (router-replay.md)",
+                    ),
                 },
             ),
             _preset(
@@ -359,7 +362,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     "final_row": ("zeros", "the last row is zero"),
                     "filler": ("zeros", "so is every row that was not captured"),
                     "dtype": ("uint8|int16", "from the largest id that the data holds"),
-                    "provenance": ("latest-prefill", "the last call's rows replace all"),
+                    "provenance": (
+                        "as-sampled",
+                        "the experts are those of the sampled trajectory (router_replay.md, 2.3)",
+                    ),
                 },
             ),
             _preset(

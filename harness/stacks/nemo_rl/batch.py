@@ -50,7 +50,7 @@ _CONTRACT = batch_contract(
     finish_reason=False,
     dtype="int16",
     # of the rollouts that it is given: see rollout_contract
-    provenance=Provenance.LATEST_PREFILL,
+    provenance=Provenance.AS_SAMPLED,
 )
 
 

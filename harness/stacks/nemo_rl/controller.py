@@ -277,10 +277,7 @@ def rollout_contract(fleet: Fleet, **differs: Any) -> Contract:
         # forwarded.
         "filler": Filler.ARANGE,
         "dtype": "int8|int16|int32",
-        # Each call's rows are written over those of all earlier messages (experience/rollouts.py,
-        # _attach_routed_experts_to_message_log_prefix). docs/guides/router-replay.md promises that
-        # a token's experts are the same in rollout and training. That is more, where an update
-        # lies between two turns: declaring AS_SAMPLED is open.
-        "provenance": Provenance.LATEST_PREFILL,
+        # docs/guides/router-replay.md: a token's experts are the same in rollout and training
+        "provenance": Provenance.AS_SAMPLED,
     }
     return client_contract(fleet, rows=Rows.ALL, resume=ResumeBy.ENGINE, **{**fields, **differs})

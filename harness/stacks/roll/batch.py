@@ -35,7 +35,7 @@ class OutputBatch:
         versions=Versions.NONE,
         finish_reason=False,
         dtype="uint8|int16",
-        provenance=Provenance.LATEST_PREFILL,
+        provenance=Provenance.AS_SAMPLED,
     )
 
     def __init__(self, roll: Roll) -> None:

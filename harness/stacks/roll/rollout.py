@@ -318,7 +318,7 @@ def loop_contract(fleet: Fleet) -> Contract:
         partial_off=PartialOff.DROPPED,
         filler=Filler.ZEROS,
         dtype="uint8|int16",
-        # The page on router replay (docs_roll, router_replay.md, 2.3) promises the routes that the
-        # engine recorded during the rollout. Which call's they are after a resume it leaves open.
-        provenance=Provenance.LATEST_PREFILL,
+        # The page on router replay (docs_roll, router_replay.md, 2.3): the experts in training are
+        # those of the sampled trajectory. The loop joins the rows of calls, if an abort gets there.
+        provenance=Provenance.AS_SAMPLED,
     )
