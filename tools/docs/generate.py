@@ -35,6 +35,7 @@ from tools.docs.corrections_page import corrections_page
 from tools.docs.docstrings import described_fields, markdown
 from tools.docs.engines_page import engines_page
 from tools.docs.enum_texts import term_lines
+from tools.docs.found_page import found_page
 from tools.docs.gpu_page import gpu_page
 from tools.docs.http_page import http_page
 from tools.docs.regressions_page import regressions_page
@@ -194,6 +195,7 @@ PAGES = {
     "corrections.md": corrections_page,
     "http.md": http_page,
     "engines.md": engines_page,
+    "found.md": found_page,
     "gpu.md": gpu_page,
     "options.md": options_page,
     "replay.md": replay_page,
