@@ -27,6 +27,7 @@ from rollproof.core.conventions import (
     Provenance,
     ResumeBy,
     Rows,
+    Samples,
     Sampling,
     TagRead,
     Versions,
@@ -53,6 +54,7 @@ __all__ = [
     "Provenance",
     "ResumeBy",
     "Rows",
+    "Samples",
     "Sampling",
     "TagRead",
     "Versions",
@@ -69,6 +71,8 @@ _BOOLS = (
     "group_aborts",
     "sampling_masks",
     "updates_pause",
+    "drops_samples",
+    "repeats_tokens",
 )
 _ROUTE_FIELDS = (
     "final_row",
@@ -108,6 +112,12 @@ class Contract:
         masked: The sampled tokens that may have loss mask 0, next to those that came without a
             logprob. ``()``: none. ``None``: not declared, so that masks which a declaration might
             explain (all but ``earlier-calls`` and ``any``) are no fault.
+        samples: How many samples a request delivers, and what each of them holds. If there may be
+            several, ``to_record`` returns a list of them, in the stack's own order.
+        drops_samples: Whether something that an engine sampled for a request may be in none of its
+            several samples (best of n, samples that a filter drops).
+        repeats_tokens: Whether a sampled token may be trained in more than one of the several
+            samples of its request; otherwise it is trained once.
         multimodal: Whether the subject passes ``Request.media`` to the engines.
         sampling: Whether the subject passes ``Request.sampling`` to the engines. ``None``: not
             declared, so the verdict on a parameter that reaches no engine is unknown.
@@ -172,6 +182,9 @@ class Contract:
     finish_reason: bool = True
     multi_turn: bool = False
     answer_template: bool | None = None
+    samples: Samples = Samples.REQUEST
+    drops_samples: bool = False
+    repeats_tokens: bool = False
     multimodal: bool = False
     sampling: Sampling | None = None
     partial_off: PartialOff | None = None
@@ -218,6 +231,11 @@ class Contract:
     def has_routes(self) -> bool:
         """Whether the subject returns routes at all."""
         return self.rows is not Rows.NONE
+
+    @property
+    def delivers_several(self) -> bool:
+        """Whether a request may deliver more than one sample."""
+        return self.samples is not Samples.REQUEST
 
     @property
     def may_lack_logprobs(self) -> bool:
@@ -421,7 +439,15 @@ class Contract:
             problems.append(f"moe_layers={self.moe_layers!r} must be a tuple of layer indexes.")
         problems += [
             f"{name} must be declared."
-            for name in ("rows", "resume", "versions", "logprobs", "kv_policy", "missing_logprobs")
+            for name in (
+                "rows",
+                "resume",
+                "versions",
+                "logprobs",
+                "kv_policy",
+                "missing_logprobs",
+                "samples",
+            )
             if getattr(self, name) is None
         ]
         if self.rows is not Rows.NONE:
@@ -466,6 +492,15 @@ class Contract:
                 " what a reply lacks. Declare missing_logprobs ('nan' or 'masked') for logprobs, a"
                 " filler for rows, or reply_gaps=False."
             )
+        if self.samples is Samples.TURN and not self.multi_turn:
+            problems.append(
+                "samples='turn' contradicts multi_turn=False: a rollout is one turn, one sample."
+            )
+        problems += [
+            f"{name}=True contradicts samples='request': it is about several samples of a request."
+            for name in ("drops_samples", "repeats_tokens")
+            if getattr(self, name) and not self.delivers_several
+        ]
         return problems + self._route_contradictions()
 
     def _route_contradictions(self) -> list[str]:
@@ -572,6 +607,7 @@ _ENUMS: Mapping[str, type[StrEnum]] = {
     "missing_logprobs": MissingLogprobs,
     "partial_off": PartialOff,
     "tag_read": TagRead,
+    "samples": Samples,
     "sampling": Sampling,
     "final_row": Filler,
     "layer_axis": LayerAxis,

@@ -17,6 +17,7 @@ __all__ = [
     "Provenance",
     "ResumeBy",
     "Rows",
+    "Samples",
     "Sampling",
     "TagRead",
     "Versions",
@@ -105,6 +106,19 @@ class Versions(StrEnum):
     """One for each run of tokens that the same weights sampled."""
     TOKEN = "token"
     """One for each response token (AReaL)."""
+
+
+class Samples(StrEnum):
+    """How many samples a request delivers, and what each of them holds."""
+
+    REQUEST = "request"
+    """One: everything that was sampled for the request."""
+    TURN = "turn"
+    """One for each turn of the model (step-wise): its prompt is what the turn's first call sent,
+    its response what the turn sampled."""
+    BRANCH = "branch"
+    """Any number: each holds tokens that calls sampled after exactly the tokens that they read
+    (turns merged as long as the history only grew, sub-agents, best of n)."""
 
 
 class TagRead(StrEnum):

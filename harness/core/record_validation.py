@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollproof.core.batch_columns import Column
+from rollproof.core.contract import Contract
 from rollproof.core.error_text import show
 from rollproof.core.json_codec import misfit_of
 from rollproof.core.number_arrays import FLOATS, INTEGERS, MASKS, to_array
@@ -43,6 +44,7 @@ __all__ = [
     "validate_request",
     "validate_rollout",
     "validate_row",
+    "validate_samples",
 ]
 
 ARRAYS = ("logprobs", "loss_mask", "routes")
@@ -91,6 +93,44 @@ def validate_rollout(value: object, where: str, dtypes: Sequence[str] = ()) -> R
         return rollout
     fitting = [name for name in dtypes if _holds(np.iinfo(name), routes)]
     return replace(rollout, routes=routes.astype(fitting[0])) if fitting else rollout
+
+
+def validate_samples(value: object, where: str, contract: Contract) -> tuple[Rollout, ...]:
+    """As ``validate_rollout``, for what a request delivered: one sample, or a list of several if
+    the contract declares that.
+
+    Raises:
+        SubjectError: As ``validate_rollout``, or the list has something in it that is no sample, or
+            one sample twice.
+    """
+    if not contract.delivers_several:
+        if isinstance(value, list | tuple) and any(isinstance(item, Rollout) for item in value):
+            raise SubjectError(
+                f"{where} returned {len(value)} samples for one request, and the contract declares"
+                " samples='request'. Declare samples='turn' if each turn is a sample of its own,"
+                " samples='branch' otherwise."
+            )
+        return (validate_rollout(value, where, contract.dtypes),)
+    if isinstance(value, Rollout):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise SubjectError(
+            f"{where} must return a list of Rollouts, since the contract declares"
+            f" samples={str(contract.samples)!r}, not {_described(value)}."
+        )
+    places: dict[int, int] = {}
+    for place, sample in enumerate(value):
+        first = places.setdefault(id(sample), place)
+        # one object in two places is a sample that a list was extended by twice
+        if first != place:
+            raise SubjectError(
+                f"{where} returned one Rollout twice, as [{first}] and [{place}]: each sample of a"
+                " request must be a record of its own."
+            )
+    return tuple(
+        validate_rollout(sample, f"{where}, sample [{place}],", contract.dtypes)
+        for place, sample in enumerate(value)
+    )
 
 
 def _is_untyped(value: object) -> bool:

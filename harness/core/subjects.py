@@ -52,8 +52,12 @@ class RolloutSubject(Protocol):
         or newer ones only; otherwise it raises. ``fleet.weights_of(version)`` are the weights.
         """
 
-    def to_record(self, native: Any) -> Rollout | Awaitable[Rollout]:
-        """Convert what ``rollout`` returned."""
+    def to_record(
+        self, native: Any
+    ) -> Rollout | Sequence[Rollout] | Awaitable[Rollout | Sequence[Rollout]]:
+        """Convert what ``rollout`` returned: into a list of samples if a request may deliver
+        several (``Contract.samples``).
+        """
         ...
 
     def stop(self) -> Awaitable[None] | None:

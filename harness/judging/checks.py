@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from rollproof.judging.story import Moment
 
 __all__ = [
+    "SEVERAL_SAMPLES",
     "Applies",
     "Check",
     "CheckResult",
     "Collector",
     "Finding",
     "RequestJudge",
+    "Scope",
     "TraceCheck",
     "Verdict",
     "request_check",
@@ -71,6 +73,23 @@ class Verdict(StrEnum):
     FAIL = "fail"
     UNKNOWN = "unknown"
     NOT_APPLICABLE = "not applicable"
+
+
+class Scope(StrEnum):
+    """What a check of rollouts judges if a request delivers several samples."""
+
+    SAMPLE = "sample"
+    """Each sample, with the calls that it was made of."""
+    REQUEST = "request"
+    """The request, with all of its calls and samples."""
+    ONLY_SAMPLE = "only sample"
+    """Nothing: it reads a request as one sample."""
+
+
+SEVERAL_SAMPLES = (
+    "a request delivers several samples (samples): how they share its turns and its budget is not"
+    " declared"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +164,7 @@ class Check:
     applies: Returns why a contract rules the check out.
     reads_calls: Whether it reads the engine calls of a request. If it does, it cannot judge a
         request whose calls are not known.
+    scope: What it judges if a request delivers several samples.
     request: The function of a request check.
     trace: The class of a trace check.
     """
@@ -157,6 +177,7 @@ class Check:
     also: tuple[str, ...] = ()
     applies: Applies | None = None
     reads_calls: bool = True
+    scope: Scope = Scope.SAMPLE
     request: RequestJudge | None = None
     trace: TraceJudge | None = None
 
@@ -171,6 +192,8 @@ class Check:
 
     def inapplicable(self, contract: Contract) -> str | None:
         """Return why ``contract`` rules this check out, or ``None`` if it applies."""
+        if self.scope is Scope.ONLY_SAMPLE and contract.delivers_several:
+            return SEVERAL_SAMPLES
         return self.applies(contract) if self.applies else None
 
 
@@ -182,6 +205,7 @@ def request_check(
     exercised_by: str | tuple[str, ...],
     applies: Applies | None = None,
     reads_calls: bool = True,
+    scope: Scope = Scope.SAMPLE,
 ) -> Callable[[RequestJudge], Check]:
     """Make a ``Check`` of a function ``(view, out)`` that is called once per ended request."""
 
@@ -193,6 +217,7 @@ def request_check(
             exercised_by=_as_tuple(exercised_by),
             applies=applies,
             reads_calls=reads_calls,
+            scope=scope,
             request=judge,
         )
 
@@ -207,6 +232,7 @@ def trace_check(
     exercised_by: str | tuple[str, ...],
     applies: Applies | None = None,
     about: str = "rollouts",
+    scope: Scope = Scope.REQUEST,
 ) -> Callable[[TraceJudge], Check]:
     """Make a ``Check`` of a ``TraceCheck`` class that is constructed with the ``JudgeContext``."""
 
@@ -219,6 +245,7 @@ def trace_check(
             exercised_by=names,
             applies=applies,
             about=about,
+            scope=scope,
             trace=judge,
         )
 

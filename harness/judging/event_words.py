@@ -208,6 +208,8 @@ def describe_result(event: Result) -> str:
             parts.append(_counted(len(rollout.routes), "route row"))
         if rollout.finish_reason is not None:
             parts.append(f"ended by {rollout.finish_reason}")
+        if event.earlier:
+            return f"delivered {len(event.samples):,} samples, the last of {', '.join(parts)}"
         return f"delivered: {', '.join(parts)}"
     if event.error is None:
         return "dropped: neither a sample nor an error"

@@ -43,6 +43,7 @@ from rollproof.judging.checks import (
     CheckResult,
     Collector,
     RequestJudge,
+    Scope,
     TraceCheck,
     TraceJudge,
     Verdict,
@@ -56,6 +57,7 @@ from rollproof.judging.prefill_calls import add_internal_prefills, set_aside_pre
 from rollproof.judging.races import set_aside_losers
 from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import UNATTRIBUTED_CALLS, RequestView
+from rollproof.judging.sample_views import sample_views
 from rollproof.judging.stale_samples import set_aside_stale
 from rollproof.judging.stop_cuts import cut_at_stops, cut_turns
 from rollproof.judging.turn_samples import take_turn
@@ -88,6 +90,10 @@ class _Plan:
     collectors: list[Collector]
     kinds: list[Iterable[type[Event]] | None] = field(default_factory=list)
     readers: _Readers = field(default_factory=dict)
+
+    def of_scope(self, scope: Scope) -> list[tuple[RequestJudge, Collector]]:
+        """Return the request checks of a scope."""
+        return [entry for entry in self.requests if entry[1].check.scope is scope]
 
     def readers_of(self, trace_checks: Sequence[TraceCheck]) -> _Readers:
         """Return the trace checks that read each class of events."""
@@ -337,7 +343,7 @@ class Judge:
             self._preceding.add_in_words(event)
         # A recorder without request ids attributes calls by prompt; requests of a group share
         # theirs. It may miss calls: only those of a driven run are resolved, when a request ends.
-        if self._driven:
+        if self._driven and not self.context.contract.delivers_several:
             self._owners_guessed = self._owners_guessed or bool(event.candidates)
             if event.internal:
                 attempt = self._attempt(event)
@@ -455,6 +461,9 @@ class Judge:
             assign_partial_replies(view)
         # While the request was open, neighbours may have computed values from an incomplete view.
         view.settle()
+        # their calls are found by their tokens, sample by sample
+        if view.contract.delivers_several:
+            return
         cut_turns(view)
         set_aside_stale(view)
         set_aside_chains(view)
@@ -475,9 +484,32 @@ class Judge:
                 if other is not view
             ),
         ]
-        undecided_race = view.undecided_race
         self._preceding.view = view
-        for check, collector in self._plan.requests:
+        if not view.contract.delivers_several:
+            self._judge(view, self._plan.requests)
+        else:
+            parts = sample_views(view)
+            self._judge(view, self._plan.of_scope(Scope.REQUEST))
+            for part in parts:
+                self._judge(part, self._plan.of_scope(Scope.SAMPLE))
+            # they would stay alive as long as the request is a neighbour of others
+            view.parts = None
+            view.memo.clear()
+        self._preceding.view = None
+        self.context.open.pop(view.request.request_id, None)
+        for attempt in (*view.attempts, *view.set_aside):
+            # calls that may be those of another request stay
+            if self._calls.get(attempt.call.call_id, (view,))[0] is view:
+                self._calls.pop(attempt.call.call_id, None)
+        # Neighbours refer to each other: without this the views of a whole trace would stay alive.
+        view.neighbours = ()
+        # Ended requests stay neighbours for a while, since swapped results often end one after the
+        # other.
+        self._ended.append(view)
+
+    def _judge(self, view: RequestView, checks: Iterable[tuple[RequestJudge, Collector]]) -> None:
+        undecided_race = view.undecided_race
+        for check, collector in checks:
             if view.unrecorded:
                 collector.skipped(view.unrecorded)
                 continue
@@ -492,17 +524,6 @@ class Judge:
                 check(view, collector)
             except Exception as error:  # noqa: BLE001 - as above
                 collector.crashed(describe_error(error))
-        self._preceding.view = None
-        self.context.open.pop(view.request.request_id, None)
-        for attempt in (*view.attempts, *view.set_aside):
-            # calls that may be those of another request stay
-            if self._calls.get(attempt.call.call_id, (view,))[0] is view:
-                self._calls.pop(attempt.call.call_id, None)
-        # Neighbours refer to each other: without this the views of a whole trace would stay alive.
-        view.neighbours = ()
-        # Ended requests stay neighbours for a while, since swapped results often end one after the
-        # other.
-        self._ended.append(view)
 
     def _settle_owners(self, view: RequestView) -> None:
         """Resolve which calls are those of a request that has ended."""

@@ -58,6 +58,7 @@ class RequestView:
         shows which of the replies was used.
     internal_calls: Calls that the stack declared to belong to no request and that begin with the
         prompt of this one, if it has no call of its own.
+    parts: The views of its samples, if it may deliver several (``rollproof.judging.sample_views``).
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class RequestView:
         self.earlier_turns: int = 0
         self.undecided_race: bool = False
         self.internal_calls: Sequence[Attempt] = ()
+        self.parts: list[RequestView] | None = None
 
     @property
     def request(self) -> Request:

@@ -22,7 +22,7 @@ __all__ = ["TURN_SAMPLES", "take_turn"]
 
 TURN_SAMPLES = (
     "each turn is a sample of its own (step-wise): what earlier turns and the environment's answers"
-    " became is in other samples, which a contract cannot declare yet"
+    " became is in other samples (samples='turn' declares that the request delivers them all)"
 )
 
 

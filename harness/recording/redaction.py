@@ -13,6 +13,7 @@ from rollproof.core.engine_contract import LARGEST_TOKEN
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Chunk, Observation, Reply, Result, Submit
 from rollproof.core.events.training import Batch
+from rollproof.core.records import Rollout
 from rollproof.errors import UsageError
 
 __all__ = ["DROPPED_TOKENS", "Redaction", "RequestSample"]
@@ -116,24 +117,23 @@ class Redaction:
         if isinstance(event, Result):
             # what stands behind the colon may quote the prompt
             error = None if event.error is None else event.error.partition(":")[0]
-            rollout = event.rollout
-            if rollout is not None:
-                rollout = replace(self._with(rollout, "prompt_ids", "response_ids"), extra={})
-            return replace(event, rollout=rollout, error=error)
+            samples = [self._sample(sample) for sample in event.samples]
+            rollout = samples.pop() if event.rollout is not None else None
+            return replace(event, rollout=rollout, earlier=tuple(samples), error=error)
         if isinstance(event, Batch):
             return self._batch(event)
         return event
 
     def _batch(self, event: Batch) -> Batch:
-        samples = tuple(
-            replace(self._with(sample, "prompt_ids", "response_ids"), extra={})
-            for sample in event.samples
-        )
+        samples = tuple(self._sample(sample) for sample in event.samples)
         rows = []
         for row in event.rows:
             ids = np.array(self.tokens(row.token_ids.tolist()), dtype=np.int64)
             rows.append(replace(row, token_ids=ids))
         return replace(event, samples=samples, rows=tuple(rows))
+
+    def _sample(self, sample: Rollout) -> Rollout:
+        return replace(self._with(sample, "prompt_ids", "response_ids"), extra={})
 
     def _with(self, record: _R, *names: str) -> _R:
         changed: dict[str, Any] = {name: self.tokens(getattr(record, name)) for name in names}

@@ -15,7 +15,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.error_text import describe_error, describe_error_with_place, show
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Gauge, Reply, Result, Submit
-from rollproof.core.record_validation import ARRAYS, converted, validate_rollout
+from rollproof.core.record_validation import ARRAYS, converted, validate_samples
 from rollproof.core.records import Request, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
@@ -81,11 +81,13 @@ def idle_contracts(factory: SubjectFactory, case: Case) -> tuple[Contract, Contr
 
 @dataclass(slots=True)
 class _Ended:
-    """A delivered sample: at the end of the run its arrays are compared with what they were."""
+    """The samples of a request: at the end of the run their arrays are compared with what they
+    were.
+    """
 
     index: int
     native: Any
-    rollout: Rollout
+    samples: tuple[Rollout, ...]
 
 
 @dataclass
@@ -299,16 +301,15 @@ class _Run:
         if native is None:  # dropped: the protocol's word for a sample that is not delivered
             self._end(request, watch=watch)
             return
-        self._end(
-            request, watch=watch, rollout=await self._record_of(native, request), native=native
-        )
+        samples = await self._records_of(native, request)
+        self._end(request, watch=watch, samples=samples, native=native)
 
     def _end(
         self,
         request: Request,
         *,
         watch: Watch,
-        rollout: Rollout | None = None,
+        samples: tuple[Rollout, ...] = (),
         error: str | None = None,
         native: Any = None,
     ) -> None:
@@ -321,13 +322,14 @@ class _Run:
         event = self.recorder.record(
             Result(
                 request_id=request.request_id,
-                rollout=rollout,
+                rollout=samples[-1] if samples else None,
                 error=error,
                 caller_changed=watch.changed(),
+                earlier=samples[:-1],
             ),
         )
-        if rollout is not None:
-            self.ended.append(_Ended(event.index, native, rollout))
+        if samples:
+            self.ended.append(_Ended(event.index, native, samples))
 
     @staticmethod
     def _reason_given_up() -> str | None:
@@ -339,10 +341,10 @@ class _Run:
             else None
         )
 
-    async def _record_of(self, native: Any, request: Request) -> Rollout:
+    async def _records_of(self, native: Any, request: Request) -> tuple[Rollout, ...]:
         where = f"{self.name}.to_record"
         try:
-            rollout = await _maybe(self.subject.to_record(native))
+            converted = await _maybe(self.subject.to_record(native))
         except SubjectError as error:  # of the helpers in ``rollproof.core.records``
             raise SubjectError(f"{where}: {error}") from error
         except BaseException as error:
@@ -350,8 +352,11 @@ class _Run:
             raise SubjectError(
                 f"{where} raised {describe_error_with_place(error)} on {type(native).__name__}."
             ) from error
-        rollout = validate_rollout(rollout, where, self.contract.dtypes)
-        return replace(rollout, request_id=self._request_named(rollout.request_id, request))
+        samples = validate_samples(converted, where, self.contract)
+        return tuple(
+            replace(sample, request_id=self._request_named(sample.request_id, request))
+            for sample in samples
+        )
 
     def _request_named(self, name: str, request: Request) -> str:
         """Return the request that the name of a sample stands for.
@@ -400,10 +405,17 @@ class _Run:
             except BaseException as error:  # noqa: BLE001 - a stack may free what it handed over: then there is nothing to compare
                 reraise_foreign(error)
                 continue
+            later = [now] if isinstance(now, Rollout) else now
+            if not isinstance(later, list | tuple):
+                continue
             names = tuple(
                 name
                 for name in ARRAYS
-                if not _equal(getattr(ended.rollout, name), _readable(name, now))
+                if not all(
+                    _equal(getattr(sample, name), _readable(name, same))
+                    # a stack may have filtered its list by now
+                    for sample, same in zip(ended.samples, later, strict=False)
+                )
             )
             if names:
                 self.later[ended.index] = names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollproof.core.contract import Samples
 from rollproof.invariants._shared.declared_limits import no_answers
 from rollproof.judging.turn_samples import TURN_SAMPLES
 
@@ -16,7 +17,9 @@ __all__ = ["expect_answers"]
 
 def expect_answers(view: RequestView, out: Collector) -> None:
     """Report why the sample of a request has no answer of the environment, if it can have none."""
-    reason = no_answers(view.contract) or (TURN_SAMPLES if view.earlier_turns else None)
+    contract = view.contract
+    of_turns = view.earlier_turns or contract.samples is Samples.TURN
+    reason = no_answers(contract) or (TURN_SAMPLES if of_turns else None)
     if reason:
         out.inapplicable(reason)
     elif not view.stitched.answers:

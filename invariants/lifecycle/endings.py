@@ -16,7 +16,7 @@ from rollproof.invariants._shared.event_check import (
     RecentItems,
     case_option,
 )
-from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, Scope, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 from rollproof.judging.stale_samples import is_too_old
 
@@ -91,6 +91,7 @@ lifecycle_ends_once: Check = trace_check(
     needs="Result events",
     exercised_by="requests that ended",
     reads_calls=False,
+    scope=Scope.REQUEST,
 )
 def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
     """Report what a hung request awaited, and what became of its last call."""
@@ -174,6 +175,7 @@ def _prefills(call: Attempt, later: Attempt) -> bool:
     ),
     needs="Result events",
     exercised_by="requests that ended",
+    scope=Scope.REQUEST,
 )
 def lifecycle_drops_only_as_declared(view: RequestView, out: Collector) -> None:
     """Report a sample that vanished without an error: it shrinks a group or a batch unnoticed."""

@@ -77,7 +77,9 @@ class LifecycleSurvivesDeath(EventCheck):
         ]
         out.exercised("requests in flight at a server's death", len(deaths))
         unanswered, begin = None, 0
-        resumes = self.context.contract.resume is ResumeBy.CLIENT
+        contract = self.context.contract
+        # a call of another branch need not go on from what was known
+        resumes = contract.resume is ResumeBy.CLIENT and not contract.delivers_several
         for attempt, death in deaths:
             later = next((a.call for a in view.attempts if a.call.index > death.index), None)
             # An answer, late or to another call, explains what the stack does then.

@@ -9,7 +9,7 @@ from rollproof.core.events.rollout import Abort, Admit, Call, Fault, Reply, Resu
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.event_check import EventCheck, RecentItems, case_option, remember
 from rollproof.judging.attempt import Attempt
-from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, Scope, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
@@ -211,6 +211,7 @@ def lifecycle_no_empty_grant(view: RequestView, out: Collector) -> None:
     promise=("A request does not retry without a wait while its calls return no tokens."),
     needs="replies without tokens, or calls that a server refused, with the time of each call",
     exercised_by=("replies without tokens", "calls that no server took"),
+    scope=Scope.REQUEST,
 )
 def lifecycle_bounded_attempts(view: RequestView, out: Collector) -> None:
     """Look for runs of empty attempts. Polling a paused or dead server at intervals is a design;

@@ -10,7 +10,7 @@ from rollproof.invariants._shared.answered_turns import expect_answers
 from rollproof.invariants._shared.delivery import existing_delivery, reliable_delivery
 from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.phrases import call_id, count, share
-from rollproof.judging.checks import Collector, request_check
+from rollproof.judging.checks import Collector, Scope, request_check
 
 if TYPE_CHECKING:
     from rollproof.invariants._shared.delivery import Delivery
@@ -34,6 +34,7 @@ _UNFINISHED = (FinishReason.ABORT, FinishReason.ERROR)
     ),
     needs="a multi-turn request, its engine calls and a delivered sample",
     exercised_by=("answers of the environment", "cut turns that are masked out"),
+    scope=Scope.ONLY_SAMPLE,
 )
 def lifecycle_cut_turns_not_answered(view: RequestView, out: Collector) -> None:
     """Look for an answer to a turn whose last reply was an abort, or that reached its limit."""
@@ -164,6 +165,7 @@ def _answered_at_the_limit(
     ),
     needs="a request that declares its turns, its engine calls and a delivered sample",
     exercised_by=("conversations to the last turn", "conversations that the budget ended"),
+    scope=Scope.ONLY_SAMPLE,
 )
 def lifecycle_ended_turns_answered(view: RequestView, out: Collector) -> None:
     """Look for a sample that ends naturally while the environment still has answers."""

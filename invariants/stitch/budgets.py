@@ -16,7 +16,7 @@ from rollproof.invariants._shared.declared_limits import no_larger_budgets
 from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import call_name, count, listing, share
 from rollproof.invariants.stitch.attempts import not_resumed
-from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.checks import Check, Collector, Scope, request_check, trace_check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,6 +134,7 @@ def _wasovergranted(view: RequestView, attempt: Attempt) -> bool:
     ),
     needs="a request with a budget, its engine calls and replies",
     exercised_by="replies under a budget",
+    scope=Scope.ONLY_SAMPLE,
 )
 def stitch_budget_total(view: RequestView, out: Collector) -> None:
     """Count the sampled tokens. ``stitch.budget-granted`` judges calls that were granted too
@@ -363,4 +364,5 @@ stitch_budget_used: Check = trace_check(
     ),
     exercised_by="ends by length at different budgets",
     applies=_budgets_apart,
+    scope=Scope.ONLY_SAMPLE,
 )(StitchBudgetUsed)

@@ -8,7 +8,7 @@ from rollproof.core.contract import Contract
 from rollproof.invariants._shared.delivery import reliable_delivery
 from rollproof.invariants._shared.phrases import count
 from rollproof.invariants.stitch.budgets import overgranted, turn_lengths
-from rollproof.judging.checks import Collector, request_check
+from rollproof.judging.checks import Collector, Scope, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
@@ -33,6 +33,7 @@ def _no_limits(contract: Contract) -> str | None:
     needs="a contract with limits, the engine calls and a delivered sample",
     exercised_by="samples under declared limits",
     applies=_no_limits,
+    scope=Scope.ONLY_SAMPLE,
 )
 def stitch_limits_kept(view: RequestView, out: Collector) -> None:
     """Compare what the limits count in the sample. ``stitch.budget-granted`` judges a call that was

@@ -11,7 +11,7 @@ from rollproof.invariants._shared.answered_turns import expect_answers
 from rollproof.invariants._shared.delivery import Delivery, reliable_delivery
 from rollproof.invariants._shared.phrases import count, share, window
 from rollproof.invariants.stitch.token_faults import contains
-from rollproof.judging.checks import Collector, request_check
+from rollproof.judging.checks import Collector, Scope, request_check
 from rollproof.judging.stitching import Answer
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ _CUT = (
     ),
     needs="a multi-turn request, its engine calls and a delivered sample",
     exercised_by=("turns of the environment", "answers cut as declared"),
+    scope=Scope.ONLY_SAMPLE,
 )
 def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
     """Compare what the request declares, what its calls sent, and what the sample holds."""

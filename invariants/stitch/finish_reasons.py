@@ -17,7 +17,7 @@ from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.event_check import case_option
 from rollproof.invariants._shared.phrases import call_id, count
 from rollproof.invariants.stitch.budgets import no_finish_reason, turn_lengths
-from rollproof.judging.checks import Collector, request_check
+from rollproof.judging.checks import Collector, Scope, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
@@ -251,6 +251,7 @@ def _reason_hint(engine_reason: FinishReason | None, sample_reason: FinishReason
     needs="a delivered sample, its engine calls and replies",
     exercised_by="ends by length",
     applies=no_finish_reason,
+    scope=Scope.ONLY_SAMPLE,
 )
 def stitch_finish_length(view: RequestView, out: Collector) -> None:
     """Judge the samples that say ``length``."""

@@ -12,7 +12,7 @@ from rollproof.invariants._shared.delivery import delivery, missing_reason, reli
 from rollproof.invariants._shared.phrases import count, listing, ranges, share, window
 from rollproof.invariants.stitch import attempts
 from rollproof.invariants.stitch.token_faults import describe_token_fault
-from rollproof.judging.checks import Collector, request_check
+from rollproof.judging.checks import Collector, Scope, request_check
 
 if TYPE_CHECKING:
     from rollproof.core.oracle import Chooser
@@ -373,6 +373,7 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     promise="A rollout changes none of the objects that its caller passed in.",
     needs="the end of a request, seen by the runner",
     exercised_by="ended requests",
+    scope=Scope.REQUEST,
 )
 def stitch_caller_objects(view: RequestView, out: Collector) -> None:
     """Report what the stack wrote into the caller's objects."""
@@ -427,6 +428,7 @@ def _was_run(view: RequestView) -> bool:
     promise="Logprobs and loss mask of a sample do not change after it was delivered.",
     needs="a delivered sample that is compared again at the end of the run",
     exercised_by="samples looked at again",
+    scope=Scope.REQUEST,
 )
 def stitch_handed_over(view: RequestView, out: Collector) -> None:
     """Report arrays that changed later; ``routes.handed-over`` judges those of routes."""

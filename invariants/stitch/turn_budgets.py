@@ -11,7 +11,7 @@ from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.answered_turns import expect_answers
 from rollproof.invariants._shared.end_tokens import ends_with_eos
 from rollproof.invariants._shared.phrases import call_name, count
-from rollproof.judging.checks import Collector, request_check
+from rollproof.judging.checks import Collector, Scope, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
@@ -41,6 +41,7 @@ class _Turn:
     ),
     needs="a multi-turn request, its engine calls and replies",
     exercised_by="turns after an answer of the environment",
+    scope=Scope.ONLY_SAMPLE,
 )
 def stitch_turn_budget(view: RequestView, out: Collector) -> None:
     """Compare the later turns that used up their grant with what was left, read as narrowly as any

@@ -29,6 +29,7 @@ from rollproof.invariants._shared.event_check import EventCheck, dead_server, re
 from rollproof.invariants.lifecycle.aborted_samples import no_partial_flag, partial_is_off
 from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
 from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.sample_views import sample_views
 
 if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
@@ -374,7 +375,13 @@ class WeightsStalenessBound(EventCheck):
         )
         # The cheap bound over all sampled tokens first; masked-out tokens only matter if it fails.
         if oldest is not None and newest - self._rank[oldest] > bound:
-            oldest = self._oldest(_trained(view, event.rollout))
+            parts = sample_views(view) if view.contract.delivers_several else [view]
+            oldest = self._oldest(
+                version
+                for part in parts
+                if part.rollout is not None
+                for version in _trained(part, part.rollout)
+            )
         if oldest is None:
             return
         age = newest - self._rank[oldest]
@@ -458,7 +465,8 @@ class WeightsOneVersionPerSample(EventCheck):
             out.absent(NO_TRUTH)
             return
         out.exercised("samples delivered with partial rollout off")
-        self._report_mixed(view, out)
+        for part in sample_views(view) if view.contract.delivers_several else [view]:
+            self._report_mixed(part, out)
 
     def _report_mixed(self, view: RequestView, out: Collector) -> None:
         """Report the first change of version within a turn that nothing excuses."""

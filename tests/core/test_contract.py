@@ -192,6 +192,10 @@ def test_masked_tokens_are_names() -> None:
         ({"loss_mask": True, "masked": 1}, "masked=1 must be a tuple"),
         ({"masked": ("end",)}, "masked contradicts loss_mask=False"),
         ({"answer_template": True}, "answer_template contradicts multi_turn=False"),
+        ({"samples": "turn"}, "samples='turn' contradicts multi_turn=False: a rollout is one turn"),
+        ({"drops_samples": True}, "drops_samples=True contradicts samples='request'"),
+        ({"repeats_tokens": True}, "repeats_tokens=True contradicts samples='request'"),
+        ({"samples": "tree"}, "samples='tree' is not valid; choose one of"),
         ({"answer_template": 1}, "answer_template must be a bool or None, not 1"),
     ],
 )

@@ -334,6 +334,9 @@ class Result(Event):
     dropped (both ``None``).
 
     Attributes:
+        rollout: The sample; the last one, if the request delivered several.
+        earlier: The samples before the last, in the stack's order, if it delivered several
+            (``Contract.samples``).
         hung: Whether it did not end within the virtual deadline; ``error`` then says what it
             awaited.
         caller_changed: Names of what the stack changed in the objects that the caller had passed.
@@ -347,6 +350,12 @@ class Result(Event):
     hung: bool = False
     caller_changed: tuple[str, ...] = ()
     later_changed: tuple[str, ...] = ()
+    earlier: tuple[Rollout, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Rollout, ...]:
+        """Every delivered sample."""
+        return self.earlier if self.rollout is None else (*self.earlier, self.rollout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
