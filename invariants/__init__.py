@@ -11,6 +11,7 @@ from rollproof.invariants import (
     replay,
     routes,
     stitch,
+    trajectory,
     versions,
     weights,
 )
@@ -23,6 +24,7 @@ CHECKS: tuple[Check, ...] = tuple(
     engine.shared(check)
     for family in (
         stitch,
+        trajectory,
         routes,
         versions,
         weights,

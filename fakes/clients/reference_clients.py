@@ -27,6 +27,7 @@ from rollproof.fakes.clients.adapter_clients import AsSampledAdapters
 from rollproof.fakes.clients.delta_clients import AsSampledDeltas
 from rollproof.fakes.clients.mask_clients import AsSampledMasks
 from rollproof.fakes.clients.resuming import FROZEN, AsSampled, ClientOptions, PartialSample
+from rollproof.fakes.clients.step_clients import AsSampledBranches, AsSampledSteps
 from rollproof.fakes.engine.flavours import ReprefillRows
 from rollproof.fakes.engine.fleet import Fleet
 
@@ -34,12 +35,14 @@ __all__ = [
     "REFERENCES",
     "AsSampled",
     "AsSampledAdapters",
+    "AsSampledBranches",
     "AsSampledCalls",
     "AsSampledDeltas",
     "AsSampledLimits",
     "AsSampledMasks",
     "AsSampledMoe",
     "AsSampledSpans",
+    "AsSampledSteps",
     "AsSampledTokens",
     "AsSampledTurns",
     "AsSampledUntagged",
@@ -251,6 +254,8 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "as-sampled-adapters": AsSampledAdapters,
         "as-sampled-deltas": AsSampledDeltas,
         "as-sampled-masks": AsSampledMasks,
+        "as-sampled-steps": AsSampledSteps,
+        "as-sampled-branches": AsSampledBranches,
         "latest-prefill": LatestPrefill,
         "latest-prefill-rows": LatestPrefillRows,
         "engine-keep": EngineKeep,

@@ -24,6 +24,7 @@ from rollproof.core.contract import (
     Provenance,
     ResumeBy,
     Rows,
+    Samples,
     Sampling,
     Versions,
 )
@@ -70,6 +71,7 @@ class ClientOptions:
     own_stops: the token sequences at which it cuts replies.
     filler: the content of rows that came with no reply; ``Filler.NONE``: every reply has rows.
     reply_gaps: whether replies may lack logprobs and, with a filler, routes.
+    samples: how many samples a request delivers.
     """
 
     versions: Versions = Versions.MIN_MAX
@@ -84,6 +86,7 @@ class ClientOptions:
     own_stops: OwnStops | None = None
     filler: Filler = Filler.NONE
     reply_gaps: bool = False
+    samples: Samples = Samples.REQUEST
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +207,7 @@ class AsSampled:
             limits=chosen.limits,
             own_stops=chosen.own_stops,
             reply_gaps=chosen.reply_gaps,
+            samples=chosen.samples,
         )
 
     def aborts_surface(self, fleet: Fleet) -> bool:
@@ -421,21 +425,28 @@ class AsSampled:
         return self.chosen.limits or _NO_LIMITS
 
     def next_turn(self, sample: PartialSample) -> bool:
-        """Append the environment's answer if there is one, the model may have another turn, and the
-        budget leaves room after it.
-        """
-        turns, limits = sample.request.turns, self.limits
-        if sample.turn >= min(len(turns), (limits.turns or len(turns) + 1) - 1):
-            return False
-        if sample.finish is FinishReason.LENGTH and not limits.answers_cut_turns:
-            return False
-        answer, budget = limits.cut_answer(turns[sample.turn]), sample.request.budget
-        if budget is not None and budget - len(sample.response) <= len(answer):
+        """Append the environment's answer, if it gives one."""
+        answer = self.next_answer(sample)
+        if answer is None:
             return False
         sample.turn += 1
         sample.turn_sampled = 0
         self.observe(sample, answer)
         return True
+
+    def next_answer(self, sample: PartialSample) -> tuple[int, ...] | None:
+        """Return what the environment says if it has an answer, the model may have another turn,
+        and the budget leaves room after it.
+        """
+        turns, limits = sample.request.turns, self.limits
+        if sample.turn >= min(len(turns), (limits.turns or len(turns) + 1) - 1):
+            return None
+        if sample.finish is FinishReason.LENGTH and not limits.answers_cut_turns:
+            return None
+        answer, budget = limits.cut_answer(turns[sample.turn]), sample.request.budget
+        if budget is not None and budget - len(sample.response) <= len(answer):
+            return None
+        return answer
 
     def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
         """Append tokens that the policy did not sample; they are not trained on."""

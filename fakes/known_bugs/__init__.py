@@ -31,6 +31,7 @@ from rollproof.fakes.known_bugs import (
     sample_sources,
     sampling_masks,
     stitch,
+    trajectories,
     versions,
     weights,
 )
@@ -47,6 +48,7 @@ __all__ = ["KNOWN_BUGS"]
 
 KNOWN_BUGS: tuple[KnownBug, ...] = (
     *stitch.BUGS,
+    *trajectories.BUGS,
     *early_ends.BUGS,
     *sample_sources.BUGS,
     *own_stops.BUGS,
