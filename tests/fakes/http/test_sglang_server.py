@@ -306,7 +306,8 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
 
     def alive_objects() -> int:
         gc.collect()
-        return sum(isinstance(item, InflightCall | Reply) for item in gc.get_objects())
+        # not isinstance: it asks items for their __class__, and lazy ones of torch warn then
+        return sum(issubclass(type(item), InflightCall | Reply) for item in gc.get_objects())
 
     async def converse() -> tuple[int, int]:
         before = alive_objects()  # of other tests
