@@ -22,6 +22,7 @@ from rollproof.errors import SubjectError, UsageError
 __all__ = ["SamplingMask", "as_sampling_mask", "is_greedy", "leaves_tokens_out"]
 
 _Integers = npt.NDArray[np.integer[Any]]
+_ID_BITS, _LOW_BITS = 32, (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -196,6 +197,12 @@ class SamplingMask:
         )
 
     def _ascending(self) -> _Integers:
+        ids = self.token_ids
+        if len(ids) and int(ids.min()) >= 0 and int(ids.max()) <= _LOW_BITS:
+            # one sort of numbers takes a tenth of the time of one by two keys
+            keys = self.owners << _ID_BITS | ids.astype(np.int64)
+            keys.sort()
+            return keys & _LOW_BITS
         return self.token_ids[np.lexsort((self.token_ids, self.owners))]
 
 

@@ -40,6 +40,7 @@ def test_parts_join_to_the_mask_that_was_cut() -> None:
     assert [[], []] == _lists(SamplingMask.none(2))
 
 
+@pytest.mark.parametrize("far", [0, 2**40, -(2**40)], ids=["small ids", "large", "negative"])
 @pytest.mark.parametrize(
     ("other", "equal"),
     [
@@ -51,9 +52,17 @@ def test_parts_join_to_the_mask_that_was_cut() -> None:
         ([[7, 7], [], [5], [1, 2, 3]], [False, True, True, True]),
     ],
 )
-def test_equality_is_by_token_and_in_any_order(other: list[list[int]], equal: list[bool]) -> None:
-    """A token whose mask differs does not change what is said of its neighbours."""
-    assert equal == _mask().equal(SamplingMask.from_lists(other)).tolist()
+def test_equality_is_by_token_and_in_any_order(
+    other: list[list[int]], equal: list[bool], far: int
+) -> None:
+    """A token whose mask differs does not change what is said of its neighbours; ids may be any
+    integer, as files may hold them.
+    """
+    first, second = (
+        SamplingMask.from_lists([[token + far for token in ids] for ids in masks])
+        for masks in (_LISTS, other)
+    )
+    assert equal == first.equal(second).tolist()
 
 
 def test_a_mask_holds_the_ids_that_it_lists() -> None:
