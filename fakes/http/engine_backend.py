@@ -58,6 +58,7 @@ class CallSpec:
         top_logprobs: alternatives for each token.
         ids: whether the client speaks in token ids: it sent them, or requested them back.
         adapter: the name of the adapter that serves the call; ``None``: the base model.
+        sampling_mask: whether sampling masks are returned.
     """
 
     prompt: tuple[int, ...]
@@ -71,6 +72,7 @@ class CallSpec:
     top_logprobs: int = 0
     ids: bool = False
     adapter: str | None = None
+    sampling_mask: bool = False
 
 
 class EngineBackend:
@@ -241,6 +243,7 @@ class EngineBackend:
                 siblings=siblings,
                 wire=wire,
                 adapter=spec.adapter,
+                return_sampling_mask=spec.sampling_mask,
             )
             return output
         except BadCall as error:

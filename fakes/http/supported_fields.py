@@ -25,7 +25,7 @@ ANSWERED: Mapping[str, frozenset[str]] = {
     "sglang /generate": _names(
         "rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num"
         " stream return_routed_experts routed_experts_start_len extra_key cache_salt"
-        " lora_path"
+        " lora_path return_sampling_mask"
     ),
     "sglang sampling_params": _names("max_new_tokens n"),
     "sglang /v1/completions": _names(

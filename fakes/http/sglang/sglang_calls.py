@@ -5,15 +5,17 @@ The keys of a reply depend on how the call ended.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Version
 from rollproof.core.routes_encoding import as_int32, compact
+from rollproof.core.sampling_masks import SamplingMask, is_greedy
 from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
 from rollproof.fakes.http.request_body import (
     BadRequest,
@@ -100,6 +102,7 @@ class SglangRequest:
                 check_sglang(parameters)
         for spec in self._specs:
             _check_length(spec, backend.max_length)
+            _check_mask(spec, streamed=self.stream)
             if spec.adapter is not None and spec.adapter not in backend.engine.adapters:
                 raise BadRequest(
                     f"The following requested LoRA adapters are not loaded: {spec.adapter}",
@@ -196,6 +199,7 @@ def _call_spec(
         prompt_logprobs=field(body, "logprob_start_len", int, -1),
         top_logprobs=field(body, "top_logprobs_num", int, 0),
         adapter=field(body, "lora_path", str, None) or None,
+        sampling_mask=field(body, "return_sampling_mask", bool, False),
     )
 
 
@@ -222,6 +226,22 @@ def _check_length(spec: CallSpec, max_length: int) -> None:
         raise BadRequest(
             f"Requested token count exceeds the model's maximum context length of {max_length}"
             f" tokens: {length} tokens of input and {spec.max_tokens} of completion."
+        )
+
+
+def _check_mask(spec: CallSpec, *, streamed: bool) -> None:
+    if not spec.sampling_mask:
+        return
+    if streamed:
+        raise BadRequest(
+            "return_sampling_mask is not supported by rollproof's fake server for a stream.",
+            param="return_sampling_mask",
+        )
+    top_k = spec.sampling.get("top_k")
+    # top_p alone was admitted (sglang#33593) and taken back (sglang#35205)
+    if not is_greedy(spec.sampling) and not (isinstance(top_k, int) and top_k > 0):
+        raise BadRequest(
+            "return_sampling_mask requires a finite top_k.", param="return_sampling_mask"
         )
 
 
@@ -279,6 +299,8 @@ def meta_of(
     if spec.logprobs and output.logprobs is not None:
         meta |= _logprobs(output.logprobs.tolist()[sent:], output.token_ids[sent:], spec, backend)
         meta["output_token_logprobs_length"] = len(output.token_ids)
+    if output.sampling_mask is not None:
+        meta |= _sampling_mask(output.sampling_mask)
     meta["reasoning_tokens"] = 0
     meta["completion_tokens"] = len(output.token_ids)
     if ran:
@@ -393,6 +415,17 @@ def _routes(routes: IntArray, backend: EngineBackend) -> dict[str, Any]:
         return {"routed_experts": as_int32(routes)}
     data, dtype = compact(routes)
     return {"routed_experts": data, "routed_experts_dtype": dtype}
+
+
+def _sampling_mask(mask: SamplingMask) -> dict[str, Any]:
+    """Return the ids of each token, and its logprob among them: the coded policy draws all ids of a
+    support alike.
+    """
+    ids, offsets = mask.token_ids.tolist(), mask.offsets.tolist()
+    return {
+        "output_token_sampling_mask": [ids[low:high] for low, high in pairwise(offsets)],
+        "output_token_sampling_logprobs": [-math.log(count) for count in mask.counts.tolist()],
+    }
 
 
 def _logprobs(
