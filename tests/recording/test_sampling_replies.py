@@ -141,3 +141,83 @@ def test_a_partial_output_is_refused_with_its_trouble() -> None:
     """Nothing may be concluded from it."""
     with pytest.raises(UnreadableReply, match="no tokens"):
         PartialOutput(trouble="no tokens").output(SGLANG.calls[0], None)
+
+
+def _masks(output: Any) -> list[tuple[int, ...]] | None:
+    mask = output.sampling_mask
+    return None if mask is None else [mask.ids_of(i) for i in range(len(mask))]
+
+
+@pytest.mark.parametrize(
+    ("request_", "reply", "masks"),
+    [
+        (SGLANG, _sglang(output_token_sampling_mask=[[9, 5]]), [(5, 9)]),
+        (SGLANG, _sglang(), None),
+        # of which token it is, nobody knows
+        (SGLANG, _sglang(output_token_sampling_mask=[[9, 5], [1]]), None),
+        (VLLM, _choice(sampling_mask={"token_ids": [9, 5], "offsets": [0, 2]}), [(5, 9)]),
+        (VLLM, _choice(sampling_mask=None), None),
+        (VLLM, _choice(meta_info={"output_token_sampling_mask": [[9, 5]]}), [(5, 9)]),
+    ],
+)
+def test_sampling_masks_are_read_in_the_form_of_each_server(
+    request_: SamplingRequest, reply: bytes, masks: Any
+) -> None:
+    """Lists by token (SGLang), ids with offsets (vLLM), or none."""
+    assert masks == _masks(_read(request_, reply))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"token_ids": [9, 5], "offsets": [0, 3]},
+        {"token_ids": [9, 5], "offsets": [0, 2, 1]},
+        {"token_ids": [9, 5], "offsets": [1, 2]},
+        {"token_ids": "95", "offsets": [0, 2]},
+        {},
+        "95",
+        5,
+        [["a"]],
+        [5],
+    ],
+)
+def test_sampling_masks_of_another_form_are_refused(mask: Any) -> None:
+    """The error says that the masks cannot be read."""
+    with pytest.raises(UnreadableReply, match="sampling masks"):
+        _read(VLLM, _choice(sampling_mask=mask))
+
+
+def test_events_of_a_stream_join_their_sampling_masks() -> None:
+    """SGLang repeats those of all tokens so far, or sends the new ones; vLLM sends the new ones."""
+
+    def event(tokens: list[int], masks: list[list[int]], count: int) -> bytes:
+        meta = {"completion_tokens": count, "output_token_sampling_mask": masks}
+        return orjson.dumps({"output_ids": tokens, "meta_info": meta})
+
+    expected = [(5,), (6, 9)]
+    for events in (
+        [event([5], [[5]], 1), event([5, 6], [[5], [6, 9]], 2)],
+        [event([5], [[5]], 1), event([6], [[6, 9]], 2)],
+    ):
+        (partial,) = streamed_outputs(SGLANG, events)
+        assert expected == _masks(partial.output(SGLANG.calls[0], CONTRACT))
+    parts = (([5], [0, 1]), ([6, 9], [0, 2]))
+    chunks = [
+        orjson.dumps(
+            {
+                "choices": [
+                    {"token_ids": ids[:1], "sampling_mask": {"token_ids": ids, "offsets": at}}
+                ]
+            }
+        )
+        for ids, at in parts
+    ]
+    (partial,) = streamed_outputs(VLLM, chunks)
+    assert expected == _masks(partial.output(VLLM.calls[0], CONTRACT))
+
+
+def test_a_call_says_that_it_requests_sampling_masks() -> None:
+    """A check must not say that it did not."""
+    body = {"input_ids": [7], "return_sampling_mask": True}
+    assert [True] == [call.sampling_mask for call in read_request("sglang", body, {}).calls]
+    assert [False] == [call.sampling_mask for call in SGLANG.calls]

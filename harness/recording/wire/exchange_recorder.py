@@ -239,6 +239,7 @@ class ExchangeRecorder:
                 candidates=owner.candidates,
                 internal=owner.internal,
                 stop_token_ids=call.stop_token_ids,
+                want_sampling_mask=call.sampling_mask,
             )
             self._trace.add(event, exchange.began)
             if call.prompt_ids is None:

@@ -61,6 +61,7 @@ class WireCall:
     logprobs: bool = False
     routes_start: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +143,7 @@ def _sglang_calls(body: Mapping[str, Any]) -> tuple[list[WireCall], bool]:
             logprobs=bool(logprobs[number]),
             routes_start=_whole(body.get("routed_experts_start_len"), 0),
             stop_token_ids=_stop_tokens(parameters),
+            sampling_mask=body.get("return_sampling_mask") is True,
         )
         calls += [call] * samples
     return calls, listed or samples > 1
@@ -185,6 +187,8 @@ def _openai_calls(
             logprobs=logprobs is not None and logprobs is not False,
             routes_start=_whole(start, 0),
             stop_token_ids=_stop_tokens(parameters),
+            # vLLM has no such field: it returns masks if it was started so
+            sampling_mask=body.get("return_sampling_mask") is True,
         )
         for prompt in prompts
     ]

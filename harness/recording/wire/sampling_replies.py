@@ -20,6 +20,7 @@ from rollproof.core.number_arrays import INTEGERS, to_array
 from rollproof.core.record_validation import validate_output
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span, Version
 from rollproof.core.routes_encoding import from_described, from_npy, integer_type
+from rollproof.core.sampling_masks import SamplingMask, as_sampling_mask
 from rollproof.errors import SubjectError
 from rollproof.recording.wire.sampling_calls import SamplingRequest, WireCall, token_array
 
@@ -68,6 +69,7 @@ class PartialOutput:
         reason: the finish reason, as the reply has it; ``None``: it has not come.
         spans: version spans, as the reply has them.
         version: the version label.
+        masks: sampling masks, in parts.
         trouble: why nothing may be concluded from it; ``""``: nothing is wrong.
     """
 
@@ -80,6 +82,7 @@ class PartialOutput:
     spans: Sequence[Any] = ()
     version: Version = None
     cached_tokens: int | None = None
+    masks: list[SamplingMask] = field(default_factory=list)
     trouble: str = ""
 
     def output(self, call: WireCall, contract: Contract | None) -> EngineOutput:
@@ -94,6 +97,7 @@ class PartialOutput:
         logprobs = self.logprobs
         if not call.logprobs or (logprobs is not None and len(logprobs) != len(self.tokens)):
             logprobs = None
+        mask = SamplingMask.joined(self.masks) if self.masks else None
         output = EngineOutput(
             token_ids=tuple(self.tokens),
             logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float64),
@@ -105,6 +109,8 @@ class PartialOutput:
             cached_tokens=self.cached_tokens,
             native=native,
             message=message,
+            # of some tokens alone it is not known of which
+            sampling_mask=mask if mask is None or len(mask) == len(self.tokens) else None,
         )
         # a trace with a field that no trace can hold would be a damaged one from here on
         try:
@@ -198,6 +204,11 @@ def _take_sglang(output: PartialOutput, reply: Any) -> None:
     # a stop token may count and not be shown
     if type(count) is int and len(output.tokens) + 1 < count:
         output.trouble = "events of its stream that had some of its tokens are missing"
+    masks = _masks(meta.get("output_token_sampling_mask"))
+    if masks is not None:
+        # an event has the masks of all tokens so far, or those of its own
+        complete = len(masks) == len(output.tokens)
+        output.masks = [masks] if complete else [*output.masks, masks]
     output.reason = meta.get("finish_reason", output.reason)
     output.version = label_of(meta.get("weight_version"))
     output.spans = meta.get("weight_versions") or ()
@@ -206,6 +217,21 @@ def _take_sglang(output: PartialOutput, reply: Any) -> None:
     if meta.get("routed_experts") is not None:
         output.routes = meta["routed_experts"]
         output.routes_dtype = str(meta.get("routed_experts_dtype") or "int32")
+
+
+def _masks(value: Any) -> SamplingMask | None:
+    """Return sampling masks: ids and offsets (vLLM), or a list of ids for each token (SGLang)."""
+    if value is None:
+        return None
+    try:
+        if not isinstance(value, dict):
+            return as_sampling_mask(value)
+        ids, offsets = (token_array(value.get(name)) for name in ("token_ids", "offsets"))
+        if ids is None or offsets is None or not offsets or offsets[0] != 0:
+            raise UnreadableReply("its sampling masks are no token_ids with offsets")
+        return as_sampling_mask(SamplingMask.from_offsets(ids, offsets))
+    except SubjectError as error:
+        raise UnreadableReply(f"its sampling masks cannot be read: {error}") from error
 
 
 def _sglang_logprobs(pairs: Any) -> list[float] | None:
@@ -260,7 +286,12 @@ def _take_choice(output: PartialOutput, choice: Mapping[str, Any]) -> None:
         # without any text or tokens nothing was sampled only if the reply says so by ids
         if ids is None and not output.tokens:
             output.trouble = _NO_TOKENS
-    for holder in (choice, _object(choice.get("meta_info"))):
+    meta = _object(choice.get("meta_info"))
+    for value in (choice.get("sampling_mask"), meta.get("output_token_sampling_mask")):
+        masks = _masks(value)
+        if masks is not None:
+            output.masks.append(masks)
+    for holder in (choice, meta):
         if holder.get("routed_experts") is not None:
             output.routes = holder["routed_experts"]
             output.routes_dtype = str(holder.get("routed_experts_dtype") or "int32")
