@@ -210,7 +210,7 @@ BUGS: tuple[KnownBug, ...] = (
             "Supports are reconstructed after sampling, and repaired by adding the sampled token:"
             " other ids are missing or too many."
         ),
-        refs=("sglang#36630", "sglang#35966"),
+        refs=("cf. sglang#36630", "cf. sglang#35966"),
         make=_SamplingMasksReconstructed,
         cases=(_CLEAN,),
         detected_by=("stitch.sampling-masks-paired",),

@@ -19,6 +19,7 @@ from rollproof.core.records import Request, Rollout
 from rollproof.fakes.clients.reference_clients import (
     AsSampled,
     AsSampledBounds,
+    AsSampledMasks,
     ClientOptions,
     EngineKeep,
     LatestPrefill,
@@ -104,9 +105,17 @@ class _KeptAndResumed(EngineKeep):
 
 
 def _base(contract: Contract) -> type[AsSampled]:
-    """Return the class of the reference client that treats aborts and rows as the contract says."""
+    """Return the class of the reference client that keeps what the contract says."""
+    bases = _resuming(contract)
+    if contract.sampling_masks:
+        bases.append(AsSampledMasks)
+    return type("Client", tuple(bases), {}) if bases else AsSampled
+
+
+def _resuming(contract: Contract) -> list[type[AsSampled]]:
+    """Return the classes that treat aborts, versions and rows as the contract says."""
     if contract.resume is ResumeBy.NONE:
-        return PartialOffClient
+        return [PartialOffClient]
     kept = EngineKeep if contract.abort_surfaces else _KeptAndResumed
     bases: list[type[AsSampled]] = []
     if contract.versions is Versions.BOUNDS:
@@ -115,4 +124,4 @@ def _base(contract: Contract) -> type[AsSampled]:
         bases.append(LatestPrefill)
     if contract.resume is ResumeBy.ENGINE:
         bases.insert(0, kept)
-    return type("Client", tuple(bases), {}) if bases else AsSampled
+    return bases
