@@ -125,7 +125,16 @@ class Connection(HttpToolsProtocol):
         self._head += len(data)
         super().data_received(data)
         if self._head > _MAX_HEAD:
-            self._refuse(431, b"The headers of this request have more than 64 KiB.")
+            self._refuse_head()
+
+    def on_headers_complete(self) -> None:
+        # a request that arrives in one piece is begun within `data_received`
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > (
+            _MAX_HEAD
+        ):
+            self._refuse_head()
+            raise ValueError("refused")  # which ends the parsing of what arrived with it
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head = 0
@@ -143,6 +152,9 @@ class Connection(HttpToolsProtocol):
             self._seconds += 1
             if self._seconds > _MAX_SECONDS:
                 self._refuse(408, b"This request took more than 30 s to arrive.")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, b"The headers of this request have more than 64 KiB.")
 
     def _refuse(self, status: int, text: bytes) -> None:
         if self._pipe is None or self._pipe.is_closing():

@@ -7,6 +7,7 @@ batch of one row, its *seal*, with a checksum of the bytes before it.
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ CONTINUATION = b"\xff\xff\xff\xff"
 """What every message of an Arrow stream begins with."""
 _END_MARK = CONTINUATION + bytes(4)
 _TRAILER = b"rollproof closed"
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # Windows has neither the flag nor such pipes
 END = _END_MARK + _TRAILER
 """What a closed file ends with. Arrow reads nothing behind its end mark; the text tells the mark
 from cut-off payload.
@@ -396,7 +398,7 @@ def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
     """
     try:
         if mode == "r":
-            return path.open("rb")
+            return _opened(path)
         file = path.open("xb" if mode == "x" else "r+b" if path.exists() else "x+b")
     except FileNotFoundError:
         missing = "There is no trace" if mode == "r" else "There is no folder for a trace"
@@ -420,6 +422,19 @@ def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
     if mode == "w":
         file.truncate(0)
     return file
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises ``OSError``, and ``TraceError`` for a pipe or a device."""
+    # opening a pipe to which nobody writes waits for a writer, and so may reading a device
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | _NO_WAIT)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError
+    raise TraceError(f"{path} is a pipe or a device: copy what it holds into a file first.")
 
 
 def _lock(file: BinaryIO) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import zlib
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from rollproof.core.events.base import Event
 from rollproof.core.trace import Header
 from rollproof.errors import TraceError, TraceVersionError
-from rollproof.store import TraceReader, TraceWriter, columns, open_trace, stream
+from rollproof.store import GrowingTrace, TraceReader, TraceWriter, columns, open_trace, stream
 from rollproof.store.stream import END
 from tests.store.test_arrow_format import HEADER, story
 from tests.support.arrow_files import Episodes, flat, pairs_of, take
@@ -344,3 +345,13 @@ def test_seals_are_checksums(sound: tuple[bytes, Episodes]) -> None:
         with pytest.raises(TraceError, match="checksum of a batch does not match"):
             stream.State.read(body, batch)
     assert replace(state, events=8).seal(batch) != state.seal(batch)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    """A pipe may come into the place of a file that is followed, and nobody ever write to it."""
+    pipe = tmp_path / "trace.arrow"
+    os.mkfifo(pipe)
+    for read in (open_trace, lambda path: [*GrowingTrace(path).news()]):
+        with pytest.raises(TraceError, match="is a pipe or a device: copy what it holds"):
+            read(pipe)

@@ -238,6 +238,22 @@ def test_headers_are_bounded(server: Served) -> None:
     assert 200 == server.client.get("/health").status_code
 
 
+@pytest.mark.parametrize("header", [b"a: " + b"x" * 70_000 + b"\r\n", b"a: b\r\n" * 12_000])
+def test_headers_that_arrive_at_once_are_bounded(server: Served, header: bytes) -> None:
+    """The limit holds for bytes as they are sent, in one header or in many, and whatever else is
+    in the same piece is not run.
+    """
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    with connect(server) as client:
+        client.sendall(request + header + b"\r\n" + request + b"\r\n")
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert 1 == answer.count(b"HTTP/1.1 ")
+    assert 200 == server.client.get("/health").status_code
+
+
 def test_a_large_body_is_no_header(server: Served) -> None:
     """A body may be larger than headers, whatever its pieces."""
     body = b'{"text": "' + b"w5 " * 100_000 + b'"}'
