@@ -1,4 +1,4 @@
-"""The served example: docs/http.md shows what its client and its trace really print."""
+"""The served example: what its client, its fault plan and its trace print."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def without_start(folder: Path) -> None:
 def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """An abort, a resume and a fault of the wire happen, each, and the page shows what is said of
-    them.
-    """
+    """An abort, a resume and a fault of the wire happen, each, and are reported."""
     assert 0 == served("python served_client.py")
     printed = capfd.readouterr()
     client, check = printed.out[: printed.out.index("served sglang")], printed.out
     address, _, plan = printed.err.partition("\n")
     assert address.startswith("sglang on http://127.0.0.1:")
-    assert f"{client}{plan}served sglang  [seed 0, 1 case]\n" in PAGE
+    assert "2 tokens, abort\nRemoteProtocolError, called again\n6 tokens, length\n" == client
+    assert (
+        "fault 1 (truncate): applied to 1 of 3 requests to /generate with the id 'r1'\n"
+        "action 1 (abort of 'r1' at 2 tokens): happened\n"
+    ) == plan
     assert " 0 fail, " in check
     exercised = check[check.index("  exercised ") : check.index("checks: ")].rpartition("\n")[0]
     for situation in ("aborts mid-decode", "resumes"):
