@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollproof.judging.attempt import Attempt
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CallTokens", "SampleRow", "SampleRows", "read_rows", "replies_of"]
+__all__ = ["CallTokens", "SampleRow", "SampleRows", "are_among", "read_rows", "replies_of"]
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -103,11 +103,7 @@ class SampleRows:
 
     def sent(self, prefixes: _Fingerprints) -> list[int]:
         """Return the places in ``prefixes`` of those that a call sent as its prompt."""
-        if not len(self._prompts):
-            return []
-        places = np.searchsorted(self._prompts, prefixes)
-        nearest = self._prompts[np.minimum(places, len(self._prompts) - 1)]
-        found: list[int] = np.flatnonzero(nearest == prefixes).tolist()
+        found: list[int] = np.flatnonzero(are_among(prefixes, self._prompts)).tolist()
         return found
 
     @cached_property
@@ -144,6 +140,14 @@ def read_rows(view: RequestView) -> SampleRows:
         samples = view.result.samples if view.result is not None else ()
         rows = view.memo["sample rows"] = SampleRows(replies_of(view.attempts), samples)
     return rows
+
+
+def are_among(fingerprints: _Fingerprints, ascending: _Fingerprints) -> _Bools:
+    """Return which fingerprints are in a sorted array, without sorting it again (``np.isin``)."""
+    if not len(ascending):
+        return np.zeros(len(fingerprints), dtype=np.bool_)
+    places = np.searchsorted(ascending, fingerprints)
+    return ascending[np.minimum(places, len(ascending) - 1)] == fingerprints
 
 
 def replies_of(attempts: Iterable[Attempt]) -> list[CallTokens]:

@@ -11,7 +11,7 @@ from rollproof.invariants._shared.delivery import missing_reason
 from rollproof.invariants._shared.phrases import call_name, count, listing, verb
 from rollproof.invariants.trajectory.sample_contexts import one_sample
 from rollproof.judging.checks import Collector, Scope, request_check
-from rollproof.judging.sample_rows import read_rows
+from rollproof.judging.sample_rows import are_among, read_rows
 from rollproof.judging.stale_samples import is_too_old
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def trajectory_complete(view: RequestView, out: Collector) -> None:
     for reply in rows.replies:
         size = _due(rows, reply, driven=driven)
         out.exercised("sampled replies", int(size > 0))
-        if size and not np.isin(reply.prefixes[1 : size + 1], held).all():
+        if size and not are_among(reply.prefixes[1 : size + 1], held).all():
             missing.append(reply)
     if not missing or is_too_old(view, [reply.attempt for reply in missing], view.result.index):
         return
