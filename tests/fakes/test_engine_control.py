@@ -296,3 +296,23 @@ def test_a_drain_ends_with_the_server() -> None:
                 await task
 
     on_clock(main)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_blocked_loop_does_not_stop_an_engine(paused: bool) -> None:
+    """It is a process of its own: only a pause keeps its calls from sampling during a transfer."""
+
+    async def main() -> None:
+        bench = EngineDriver(transfer_steps=2)
+        call = bench.call(6)
+        await bench.steps(2)
+        if paused:
+            await bench.engine.pause(PauseMode.KEEP, clear_cache=False)
+        bench.engine.run_while_blocked()
+        bench.engine.load_now(1)
+        await bench.engine.resume()
+        await call
+        sampled = 2 if paused else 4
+        assert spans((0, sampled, 0), (sampled, 6, "mixed")) == bench.reply().true_tokens
+
+    on_clock(main)
