@@ -428,6 +428,8 @@ class WeightsNoLoadWhileRunning(EventCheck):
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         dead = dead_server(event)
+        if not dead:
+            return
         # One that comes back within the update takes calls, and the transfer to it may go on.
         self._restarted.add(dead)
         self._paused.discard(dead)
