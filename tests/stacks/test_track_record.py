@@ -92,5 +92,5 @@ def test_the_numbers_of_faults_are_those_of_the_rows() -> None:
     choices = sum("*Choice" in row for row in rows)
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     assert f"\n{len(rows)} faults of released, unmodified frameworks" in RECORD
-    assert f": {len(rows) - choices} faults and {choices} choices\n" in RECORD
+    assert f": {len(rows) - choices} faults and {choices} choices. " in RECORD
     assert f"\n{len(rows)} faults and traps in released, unmodified frameworks" in readme
