@@ -90,8 +90,29 @@ def _own_calls(row: SampleRow) -> tuple[list[Attempt], str]:
         held[reply.start : reply.start + len(reply.ids)] = True
     if (row.explained & ~held[begin:]).any():
         return [], PARTLY_RECEIVED
-    attempts = {reply.attempt.number: reply.attempt for reply in own}
-    return [attempts[number] for number in sorted(attempts)], ""
+    return _in_order(own), ""
+
+
+def _in_order(own: list[CallTokens]) -> list[Attempt]:
+    """Return the calls of a sample in order, without those that brought nothing to it: calls of the
+    same prompt that were made when the sample had gone on were another sample's.
+    """
+    calls: list[Attempt] = []
+    reached = -1
+    for reply in sorted(own, key=_number):
+        attempt = reply.attempt
+        brought = len(reply.ids) and (attempt.consumed is not None or attempt.broke)
+        if not brought and reply.start <= reached:
+            continue
+        if brought:
+            reached = max(reached, reply.start)
+        if not calls or calls[-1] is not attempt:
+            calls.append(attempt)
+    return calls
+
+
+def _number(reply: CallTokens) -> int:
+    return reply.attempt.number
 
 
 def _is_held(reply: CallTokens, row: SampleRow, end: int) -> bool:

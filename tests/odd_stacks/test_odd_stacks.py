@@ -21,6 +21,7 @@ from tests.odd_stacks import (
     odd_requests,
     odd_samples,
     odd_stops,
+    odd_trajectories,
     odd_updates,
 )
 from tests.odd_stacks.bases import (
@@ -57,6 +58,7 @@ STACKS = [
             odd_requests,
             odd_samples,
             odd_stops,
+            odd_trajectories,
             odd_updates,
         )
         for name, stack in sorted(vars(module).items())
@@ -78,7 +80,7 @@ def test_an_unusual_stack_is_not_blamed(stack: Any) -> None:
 
 def test_all_stacks_are_run() -> None:
     """The table finds the classes by what they have: none may drop out unseen."""
-    assert 70 == len(STACKS)
+    assert 72 == len(STACKS)
 
 
 @pytest.mark.parametrize("batches", [padded.Padded, padded.Uniform])

@@ -228,6 +228,13 @@ def test_every_sample_is_judged_by_the_other_checks() -> None:
     finds("stitch.logprobs-length", script)
 
 
+def test_an_empty_reply_of_a_sibling_is_not_the_samples() -> None:
+    """A second call of the prompt was aborted before its first token, and made again."""
+    other = ((1, 2), (3, 4))
+    script = conversation(FIRST, ((1, 2), (), "abort"), other)
+    passes("stitch.tokens", deliver(script, FIRST, other))
+
+
 def test_no_sample_is_unknown_and_one_sample_not_applicable() -> None:
     """Nothing was delivered; and a contract that declares one sample has none of these checks."""
     for check_id in ("context", "sampled", "trained-once", "complete"):
