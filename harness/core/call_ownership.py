@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Container, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -79,28 +80,53 @@ class _Open:
     """An open request."""
 
     request: Request
-    delivered: list[int] = field(default_factory=list)
+    number: int
+    """How many requests were submitted before it."""
+    delivered: tuple[int, ...]
     """Tokens of its sequence that have certainly reached the stack, the prompt first."""
     pending_calls: set[int] = field(default_factory=set)
     """Its calls that have no reply yet."""
 
-    def begins(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether these ids begin with the prompt of the request."""
-        return tuple(prompt_ids[: len(self.request.prompt_ids)]) == self.request.prompt_ids
 
-    def sends(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a call of this request sends these ids next, if it sends everything that
-        was delivered.
-        """
-        return list(prompt_ids) == self.delivered
+class _Index:
+    """The names of requests by a sequence of tokens."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, ...], dict[str, int]] = {}
+        self.lengths: Counter[int] = Counter()
+
+    def add(self, ids: tuple[int, ...], name: str, number: int) -> None:
+        """Add a request; ``number`` is its place among those that were submitted."""
+        self._names.setdefault(ids, {})[name] = number
+        self.lengths[len(ids)] += 1
+
+    def remove(self, ids: tuple[int, ...], name: str) -> None:
+        """Remove a request."""
+        names = self._names[ids]
+        del names[name]
+        if not names:
+            del self._names[ids]
+        self.lengths[len(ids)] -= 1
+        if not self.lengths[len(ids)]:
+            del self.lengths[len(ids)]
+
+    def at(self, ids: tuple[int, ...]) -> list[tuple[int, str]]:
+        """Return the requests with just these tokens, each with its number."""
+        return [(number, name) for name, number in self._names.get(ids, {}).items()]
 
 
 class Owners:
-    """The open requests of a recording. Not thread-safe: the recording holds its lock."""
+    """The open requests of a recording. Not thread-safe: the recording holds its lock.
+
+    A batch may have thousands of open requests, so that they are found by their tokens.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
         self._calls: dict[int, str] = {}
+        self._submitted = 0
+        self._prompts = _Index()
+        self._delivered = _Index()
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._open
@@ -112,16 +138,27 @@ class Owners:
 
     def begin(self, request: Request) -> None:
         """Add a request that was submitted."""
-        self._open[request.request_id] = _Open(request, list(request.prompt_ids))
+        name = request.request_id
+        self.end(name)
+        self._submitted += 1
+        self._open[name] = _Open(request, self._submitted, request.prompt_ids)
+        self._prompts.add(request.prompt_ids, name, self._submitted)
+        self._delivered.add(request.prompt_ids, name, self._submitted)
 
     def end(self, request_id: str) -> None:
         """Remove a request that has ended."""
-        self._open.pop(request_id, None)
+        ended = self._open.pop(request_id, None)
+        if ended is not None:
+            self._prompts.remove(ended.request.prompt_ids, request_id)
+            self._delivered.remove(ended.delivered, request_id)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Append tokens of the environment to a request's sequence."""
-        if request_id in self._open:
-            self._open[request_id].delivered += token_ids
+        request = self._open.get(request_id)
+        if request is not None and token_ids:
+            self._delivered.remove(request.delivered, request_id)
+            request.delivered = (*request.delivered, *token_ids)
+            self._delivered.add(request.delivered, request_id, request.number)
 
     def asks(self, call_id: int, request_id: str) -> None:
         """Note that a call was made for a request."""
@@ -131,14 +168,22 @@ class Owners:
 
     def answered(self, call_id: int, token_ids: Sequence[int] = ()) -> None:
         """Note that a call has ended, and which tokens it brought."""
-        request = self._open.get(self._calls.pop(call_id, ""))
+        request_id = self._calls.pop(call_id, "")
+        request = self._open.get(request_id)
         if request is not None:
             request.pending_calls.discard(call_id)
-            request.delivered += token_ids
+            self.extend(request_id, token_ids)
 
     def beginning(self, prompt_ids: Sequence[int]) -> list[str]:
         """Return the open requests with whose prompt these ids begin."""
-        return [name for name, request in self._open.items() if request.begins(prompt_ids)]
+        ids = tuple(prompt_ids)
+        found = [
+            each
+            for length in self._prompts.lengths
+            if length <= len(ids)
+            for each in self._prompts.at(ids[:length])
+        ]
+        return [name for _, name in sorted(found)]
 
     def of(self, prompt_ids: Sequence[int], caller: Caller | None = None) -> tuple[str, ...]:
         """Return the request to which a call with these ids belongs, or several if that cannot be
@@ -152,28 +197,33 @@ class Owners:
             UsageError: No open request fits.
         """
         running, place = (CURRENT.get(), here()) if caller is None else caller
-        sending = [name for name, request in self._open.items() if request.sends(prompt_ids)]
-        fitting = self.beginning(prompt_ids)
+        # a call sends everything that was delivered to its request
+        sending = [name for _, name in sorted(self._delivered.at(tuple(prompt_ids)))]
         current = (
             running.request_id if running is not None and running.request_id in self._open else None
         )
-        # in the task of the rollout itself: only other tasks can have inherited its context
-        if running is not None and current is not None and (running.place == place or not fitting):
-            return (current,)
-        if current is not None and current in fitting:
-            rivals = [name for name in sending if name != current]
-            # a task that a rollout starts makes that rollout's call first; later calls may be those
-            # of a request with the same prompt, which inherited the context
-            alone = not rivals or (current in sending and not self._open[current].pending_calls)
-            return (current,) if alone else (current, *rivals)
+        if current is not None:
+            # in the task of the rollout itself: only other tasks can have inherited its context
+            if running is not None and running.place == place:
+                return (current,)
+            prompt = self._open[current].request.prompt_ids
+            if tuple(prompt_ids[: len(prompt)]) == prompt:
+                rivals = [name for name in sending if name != current]
+                # a task that a rollout starts makes that rollout's call first; later calls may be
+                # those of a request with the same prompt, which inherited the context
+                alone = not rivals or (current in sending and not self._open[current].pending_calls)
+                return (current,) if alone else (current, *rivals)
+        if sending:
+            return tuple(sending)
+        fitting = self.beginning(prompt_ids)
         if not fitting:
+            if current is not None:
+                return (current,)
             raise UsageError(
                 "An engine call cannot be attributed: no open request's prompt begins its"
                 " prompt_ids. Record the request first (submit or rollout), or set `request_id` on"
                 " the EngineCall."
             )
-        if sending:
-            return tuple(sending)
         # one prompt may be the beginning of another: the longer one is the more certain owner
         longest = max(len(self._open[name].request.prompt_ids) for name in fitting)
         return tuple(
