@@ -906,3 +906,8 @@ def test_one_row_of_few_experts_is_no_exchange_of_layers() -> None:
             "routes.position",
             "routes.content",
         }
+
+
+def test_zeros_in_all_columns_are_filler() -> None:
+    """Columns of dense layers alone are no choice of columns: nothing in them is right."""
+    assert ("routes.captured",) == _delivered_columns((0, 1), moe_layers=(3, 4)).failed

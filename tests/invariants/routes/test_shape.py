@@ -534,3 +534,22 @@ def test_rows_of_a_stripped_stop_token_are_not_a_row_too_many() -> None:
     assert "stop tokens included" in short.hint
     complete = only_finding(story.judged(wrong), "routes.rows")
     assert complete.hint.startswith("Drop the row of the last token")
+
+
+@pytest.mark.parametrize(("first", "kept", "found"), [((5, 6), (), 0), ((3, 5, 6), (3,), 1)])
+def test_a_sample_of_which_the_stack_cut_all_needs_no_routes(
+    first: tuple[int, ...], kept: tuple[int, ...], found: int
+) -> None:
+    """It cut what the engine sampled at stop sequences of its own; only answers are left."""
+    builder = TraceBuilder(
+        contract(multi_turn=True, own_stops={"sequences": ((5, 6),), "kept": False})
+    )
+    builder.weights(0).submit("r0", (1, 2), 8, turns=((7, 7),))
+    builder.reply(builder.call((1, 2), max_tokens=8), first, "length")
+    builder.add(Observation(request_id="r0", token_ids=(7, 7)))
+    sent = (1, 2, *kept, 7, 7)
+    builder.reply(builder.call(sent, max_tokens=8), (5, 6), "length")
+    builder.result((*kept, 7, 7), finish_reason=FinishReason.STOP)
+    result = judge(builder.trace(), REGISTRY)["routes.presence"]
+    assert found == result.found
+    assert ("the stack cut all" in result.reason) == (not found)
