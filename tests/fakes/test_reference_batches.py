@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from rollproof.fakes.trainers.reference_batches import Collator, ColumnCollator
+from rollproof.fakes.trainers.reference_batches import Collator, ColumnCollator, MaskCollator
 from rollproof.judging.checks import Verdict
 from rollproof.verification.batches import judge_batches, record_batches
 
 _OF_COLUMNS = ("batch.columns", "batch.column-filler", "batch.values")
+_OF_MASKS = ("batch.sampling-masks",)
 
 
-@pytest.mark.parametrize(("reference", "left_out"), [(Collator, _OF_COLUMNS), (ColumnCollator, ())])
+@pytest.mark.parametrize(
+    ("reference", "left_out"),
+    [
+        (Collator, (*_OF_COLUMNS, *_OF_MASKS)),
+        (ColumnCollator, _OF_MASKS),
+        (MaskCollator, _OF_COLUMNS),
+    ],
+)
 def test_the_reference_passes_every_check_and_exercises_it(
     reference: type[Collator], left_out: tuple[str, ...]
 ) -> None:
