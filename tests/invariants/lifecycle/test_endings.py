@@ -596,6 +596,9 @@ def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
         "weights.failed-update-resumes": (
             "no weight update gave up: no transfer broke, or the broken ones were repeated"
         ),
+        "weights.no-load-while-running": (
+            "updates need not pause their servers (updates_pause=False)"
+        ),
         **dict.fromkeys(
             ("weights.adapter-loaded", "weights.adapter-current", "weights.adapter-applied"),
             "the contract declares no adapters: updates bring the model itself",
