@@ -147,7 +147,8 @@ def are_among(fingerprints: _Fingerprints, ascending: _Fingerprints) -> _Bools:
     if not len(ascending):
         return np.zeros(len(fingerprints), dtype=np.bool_)
     places = np.searchsorted(ascending, fingerprints)
-    return ascending[np.minimum(places, len(ascending) - 1)] == fingerprints
+    nearest: _Fingerprints = ascending[np.minimum(places, len(ascending) - 1)]
+    return np.equal(nearest, fingerprints)
 
 
 def replies_of(attempts: Iterable[Attempt]) -> list[CallTokens]:
