@@ -10,35 +10,29 @@ while calls run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rollproof.core.case import EngineOptions
 from rollproof.core.engine_contract import PauseMode, Refusal
-from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume, Weights
-from rollproof.core.events.weights import Checksums
+from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Scalar, Version, as_tokens
 from rollproof.core.sampling_masks import is_greedy
 from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.fakes.engine.adapter_loads import AdapterLoads
-from rollproof.fakes.engine.checksums import tensor_checksums
-from rollproof.fakes.engine.delta_loads import DeltaLoads
 from rollproof.fakes.engine.exceptions import (
     BadCall,
     EnginePaused,
     ReplyLost,
     ServerDied,
-    TransferFailed,
 )
 from rollproof.fakes.engine.flavours import Flavour, PausedCalls
-from rollproof.fakes.engine.harness_acts import acts_for_harness
 from rollproof.fakes.engine.inflight import FirstDraw, InflightCall, Wire
 from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
 from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
+from rollproof.fakes.engine.weight_loads import WeightLoads
 from rollproof.simulation.virtual_loop import VirtualLoop
 
 __all__ = ["MAX_LENGTH", "FakeEngine"]
@@ -47,7 +41,7 @@ MAX_LENGTH = 4096
 """Default limit of a call's prompt and response together, in tokens."""
 
 
-class FakeEngine(AdapterLoads, DeltaLoads):
+class FakeEngine(WeightLoads):
     """A server ``server_id`` with weights ``version``, shown under ``label``.
 
     Methods that represent a message to the server raise ``ServerDied`` while it is dead.
@@ -91,16 +85,6 @@ class FakeEngine(AdapterLoads, DeltaLoads):
         self._drained: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._transfer: asyncio.Future[None] | None = None
-
-    @property
-    def version(self) -> int:
-        """Return the version of its weights."""
-        return self._scheduler.version
-
-    @property
-    def label(self) -> Version:
-        """Return the label that it shows; ``None`` after an update without one."""
-        return self._scheduler.label
 
     @property
     def paused(self) -> bool:
@@ -271,58 +255,6 @@ class FakeEngine(AdapterLoads, DeltaLoads):
         self._recorder.record(Resume(server_id=self.server_id, progress=self.progress()))
         self._wake()
 
-    def checksums(self, adapter: str | None = None) -> Mapping[str, str]:
-        """Return the checksum of each tensor of the model, or of an adapter, and record that it was
-        told.
-        """
-        self._refuse_dead()
-        key: Version = self._scheduler.key
-        version = self.version
-        if adapter is not None:
-            loaded = self._scheduler.adapters.find(adapter)
-            key, version = loaded.key(loaded.base), loaded.version
-        digests = tensor_checksums(self.policy, key)
-        self._recorder.record(
-            Checksums(version=version, digests=digests, server_id=self.server_id, adapter=adapter)
-        )
-        return digests
-
-    async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """Load weights ``version`` in a transfer of ``options.transfer_steps`` steps, also while
-        calls run, and show ``label``.
-
-        ``None`` as a label: nothing was published for these weights. ``identity`` is ignored:
-        versions are equal if and only if weights are. Raises ``TransferFailed`` if
-        ``fail_next_load`` is set; the weights then stay.
-        """
-        async with self._transferred():
-            self.load_now(version, label, identity=identity)
-
-    @asynccontextmanager
-    async def _transferred(self) -> AsyncIterator[None]:
-        """Let a transfer take its time, and run the block at its end."""
-        self._refuse_dead()
-        # Timers of the same moment run in no particular order, and of two transfers to one server
-        # the one that began first ends first.
-        before, done = self._transfer, asyncio.get_running_loop().create_future()
-        self._transfer = done
-        try:
-            await asyncio.sleep(self.options.transfer_steps * self.options.step)
-            if before is not None and not before.done():
-                await asyncio.shield(before)
-            yield
-        finally:
-            done.set_result(None)
-
-    def load_now(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """Load without letting time pass, for stacks that block while they transfer."""
-        self._break_if_planned()
-        # a procedure of a user's own does not know what an identity update is, or may be mistaken
-        same = version == self.version and self._scheduler.altered is None
-        self._scheduler.reweigh(version)
-        # a label of the old weights must never be shown for the new ones, so both change here
-        self._publish(label, loaded=True, identity=same)
-
     def run_while_blocked(self) -> None:
         """Run the steps of a transfer that blocks the stack's event loop, but not the engine, which
         is a process of its own. A paused engine samples nothing.
@@ -331,21 +263,6 @@ class FakeEngine(AdapterLoads, DeltaLoads):
             if self._has_work():
                 self._scheduler.admit(only_started=self.paused)
                 self._scheduler.step()
-
-    def _break_if_planned(self) -> None:
-        self._refuse_dead()
-        if self.fail_next_load:
-            self.fail_next_load = False
-            self._recorder.record(Fault(what="update-failure", server_id=self.server_id))
-            raise TransferFailed(
-                f"The weight transfer to {self.server_id} broke in the middle; it still serves"
-                f" version {self.version}."
-            )
-
-    def relabel(self, label: Version) -> None:
-        """Publish ``label``; the weights stay."""
-        self._refuse_dead()
-        self._publish(label, loaded=False)
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache; running calls keep their KV."""
@@ -419,22 +336,6 @@ class FakeEngine(AdapterLoads, DeltaLoads):
     def _refuse_dead(self) -> None:
         if not self.alive:
             raise self._died()
-
-    def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
-        self._scheduler.show(label)
-        self._note_published(self.version, label)
-        self._recorder.record(
-            Weights(
-                server_id=self.server_id,
-                version=self.version,
-                label=label,
-                loaded=loaded,
-                identity=identity,
-                flushed=not self._scheduler.holds_kv,
-                progress=self.progress(),
-                by_harness=acts_for_harness(),
-            )
-        )
 
     async def _delay_refusal(self) -> None:
         # A client that retries without a pause would otherwise stop the virtual clock.
