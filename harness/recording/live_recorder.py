@@ -11,46 +11,33 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from rollproof.core.call_ownership import CURRENT, Caller, Owners, here, named_request
+from rollproof.core.call_ownership import CURRENT, Owners, here
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import describe_error, describe_error_with_place, show
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
     Abort,
-    Call,
-    Fault,
     Observation,
     Pause,
-    Reply,
-    Result,
     Resume,
-    Submit,
     Update,
     UpdatePhase,
     Weights,
 )
-from rollproof.core.events.training import Batch
-from rollproof.core.json_codec import misfit_of
-from rollproof.core.record_validation import (
-    validate_output,
-    validate_request,
-    validate_rollout,
-    validate_row,
-)
-from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout, Version, as_tokens
+from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout, Version
 from rollproof.core.report_headers import OWNER_HEADER
 from rollproof.core.trace import Header
-from rollproof.errors import RollproofError, UsageError
-from rollproof.recording.background_writer import BackgroundWriter, Dropped
+from rollproof.errors import UsageError
+from rollproof.recording.background_writer import BackgroundWriter
 from rollproof.recording.live_calls import RecordedActor, watch_live
+from rollproof.recording.live_events import LiveEvents
 from rollproof.recording.live_trace import Counts, LiveTrace, WallClock
 from rollproof.recording.recorder import EngineCall
 from rollproof.recording.redaction import Redaction, RequestSample
@@ -156,36 +143,34 @@ class LiveRecorder:
         self._sample = sample
         # shared with the recorders of HTTP clients: one trace must not have a number twice
         self._call_numbers = itertools.count(1)
-        self._owners = Owners()
-        self._batches: LiveTrace | None = None
-        self._open_batches: Callable[[], LiveTrace] = lambda: LiveTrace(
-            folder,
-            f"{name}-batches",
-            replace(header, about="batches"),
-            limits=limits,
-            redaction=redaction,
-        )
-        self._trace = LiveTrace(
-            folder, name, header, limits=limits, sample=sample, redaction=redaction
+        self._events = LiveEvents(
+            LiveTrace(folder, name, header, limits=limits, sample=sample, redaction=redaction),
+            Owners(),
+            self._clock,
+            lambda: LiveTrace(
+                folder,
+                f"{name}-batches",
+                replace(header, about="batches"),
+                limits=limits,
+                redaction=redaction,
+            ),
         )
         self._writer = BackgroundWriter(
-            self._handle, self._flush, self._note_error, max_bytes=queue_bytes
+            self._events.handle, self._events.flush, self._events.note_error, max_bytes=queue_bytes
         )
         self._lock = threading.Lock()
         self._closed = False
         self._process = os.getpid()
-        self._refused_calls: set[int] = set()
 
     @property
     def counts(self) -> Counts:
         """What was written, and what was not."""
-        return self._trace.counts
+        return self._events.trace.counts
 
     @property
     def paths(self) -> list[Path]:
         """The files so far, those of batches last."""
-        batches = [] if self._batches is None else self._batches.paths
-        return [*self._trace.paths, *batches]
+        return self._events.paths
 
     def rollout(
         self,
@@ -281,7 +266,10 @@ class LiveRecorder:
         from rollproof.recording.live_http import watch_http
 
         exchanges = ExchangeRecorder(
-            self._trace, engine, owners=self._owners, call_numbers=self._call_numbers
+            self._events.trace,
+            engine,
+            owners=self._events.owners,
+            call_numbers=self._call_numbers,
         )
 
         def begun(exchange: Exchange) -> None:
@@ -305,7 +293,7 @@ class LiveRecorder:
     def submit(self, request: Request) -> None:
         """Record that a caller submits ``request`` to the stack."""
         taken = Taken(request)
-        self._put(self._submit, taken, size=taken.size)
+        self._put(self._events.submit, taken, size=taken.size)
 
     def result(
         self,
@@ -319,7 +307,7 @@ class LiveRecorder:
         """
         taken = Taken(rollout)
         ended = taken.request_id if request_id is None else request_id
-        self._put(self._result, ended, taken, error, size=taken.size)
+        self._put(self._events.result, ended, taken, error, size=taken.size)
 
     def batch(
         self, samples: Iterable[Rollout], rows: Iterable[BatchRow], *, name: str = "batch"
@@ -334,16 +322,18 @@ class LiveRecorder:
         try:
             taken, made = [*map(Taken, samples)], [*map(Taken, rows)]
         except Exception as error:  # noqa: BLE001 - recording must not end what is recorded
-            self._put(self._refuse, f"batch() got no samples and rows: {describe_error(error)}")
+            self._put(
+                self._events.refuse, f"batch() got no samples and rows: {describe_error(error)}"
+            )
             return
         size = sum(item.size for item in (*taken, *made))
-        self._put(self._batch, name, taken, made, size=size)
+        self._put(self._events.batch, name, taken, made, size=size)
 
     def observation(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Record tokens that the environment appends to a request's sequence."""
         # its fields may be of any type until the other thread looks at them
         taken = Taken(Observation(request_id=request_id, token_ids=token_ids))  # type: ignore[arg-type]
-        self._put(self._observation, taken, size=taken.size)
+        self._put(self._events.observation, taken, size=taken.size)
 
     def update(self, version: Version, label: Version, phase: UpdatePhase | str) -> None:
         """Record that the trainer asks for the weights ``version`` under ``label`` (phase
@@ -376,9 +366,7 @@ class LiveRecorder:
                 return
             self._closed = True
         self._writer.close()
-        self._trace.close()
-        if self._batches is not None:
-            self._batches.close()
+        self._events.close()
 
     def __enter__(self) -> Self:
         return self
@@ -411,18 +399,20 @@ class LiveRecorder:
                 return _NOTHING
             call_id = next(self._call_numbers)
             taken = Taken(call)
-            self._put(self._call, call_id, taken, (running, place), size=taken.size)
+            self._put(self._events.call, call_id, taken, (running, place), size=taken.size)
 
             def take(native: Any) -> None:
                 output = self._attempt("to_output", to_output, native)
                 if not isinstance(output, EngineOutput):
-                    self._put(self._unreadable, f"to_output returned {show(output)}", call_id)
+                    self._put(
+                        self._events.unreadable, f"to_output returned {show(output)}", call_id
+                    )
                     return
                 taken = Taken(output)
-                self._put(self._reply, call_id, taken, size=taken.size)
+                self._put(self._events.reply, call_id, taken, size=taken.size)
 
             def fail(error: BaseException) -> None:
-                self._put(self._lost, call_id, describe_error(error))
+                self._put(self._events.lost, call_id, describe_error(error))
 
             return WatchedCall(take=take, fail=fail)
 
@@ -441,16 +431,16 @@ class LiveRecorder:
             return f"an error: {what}: {describe_error(error)}"
 
     def _add(self, kind: type[Event], **values: Any) -> None:
-        self._put(self._plain, kind, values, small=True)
+        self._put(self._events.plain, kind, values, small=True)
 
     def _trouble(self, text: str, request_id: str = "") -> None:
-        self._put(self._unreadable, text, None, request_id)
+        self._put(self._events.unreadable, text, None, request_id)
 
     def _put(
         self, action: Callable[..., None], *args: Any, size: int = 0, small: bool = False
     ) -> bool:
         if self._is_forked():
-            counts = self._trace.counts
+            counts = self._events.trace.counts
             counts.dropped += 1
             counts.first_trouble = counts.first_trouble or _FORKED
             return False
@@ -461,163 +451,6 @@ class LiveRecorder:
         writes, and the file is not its own.
         """
         return os.getpid() != self._process
-
-    # what follows runs in the writer's thread
-
-    def _handle(self, item: Any) -> None:
-        if isinstance(item, Dropped):
-            self._trace.add_dropped(item.count, self._clock())
-            return
-        action, at, args = item
-        action(at, *args)
-
-    def _flush(self) -> None:
-        self._trace.flush()
-        if self._batches is not None:
-            self._batches.flush()
-
-    def _note_error(self, error: Exception) -> None:
-        self._trace.add_error(error, self._clock())
-
-    @contextmanager
-    def _refusing(
-        self, at: float, request_id: object, call_id: int | None = None
-    ) -> Iterator[None]:
-        """Note as unreadable what cannot be recorded: a loop's objects raise whatever they like."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - as above
-            text = str(error) if isinstance(error, RollproofError) else describe_error(error)
-            named = request_id if isinstance(request_id, str) else ""
-            self._trace.add_unreadable(text, at, request_id=named, call_id=call_id)
-
-    def _refuse(self, _at: float, text: str) -> None:
-        """Note that something of no request was lost."""
-        raise UsageError(text)
-
-    def _submit(self, at: float, taken: Taken) -> None:
-        with self._refusing(at, taken.request_id):
-            request = validate_request(taken.record(), "The caller of submit()")
-            if request.request_id in self._owners:
-                raise UsageError(f"request {request.request_id!r} is already open")
-            self._owners.begin(request)
-            self._trace.add(Submit(request=request), at)
-
-    def _result(self, at: float, request_id: str, taken: Taken, error: str | None) -> None:
-        with self._refusing(at, request_id):
-            rollout = taken.record()
-            if rollout is not None:
-                dtypes = self._trace.contract.dtypes
-                rollout = validate_rollout(rollout, "The caller of result()", dtypes)
-            self._add_sound(Result(request_id=request_id, rollout=rollout, error=error), at)
-        if isinstance(request_id, str):
-            self._owners.end(request_id)
-
-    def _add_sound(self, event: Event, at: float, where: str = "") -> None:
-        """Write an event whose fields come from the loop. Raises ``UsageError`` if one of them
-        cannot be written.
-        """
-        misfit = misfit_of(event)
-        if misfit is not None:
-            raise UsageError(f"{where}{misfit}")
-        self._trace.add(event, at)
-
-    def _call(self, at: float, call_id: int, taken: Taken, caller: Caller) -> None:
-        running = caller[0]
-        request_id = taken.request_id or (running.request_id if running is not None else "")
-        self._refused_calls.add(call_id)
-        with self._refusing(at, request_id, call_id):
-            call: EngineCall = taken.record()
-            prompt = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
-            owners = self._owners_of(call.request_id, prompt, caller)
-            event = Call(
-                call_id=call_id,
-                request_id=owners[0] if len(owners) == 1 else "",
-                server_id=call.server_id,
-                prompt_ids=prompt,
-                max_tokens=call.max_tokens,
-                sampling={} if call.sampling is None else dict(call.sampling),
-                media=call.media,
-                want_routes=call.want_routes,
-                want_logprobs=call.want_logprobs,
-                routes_start=call.routes_start,
-                want_sampling_mask=call.want_sampling_mask,
-                candidates=owners if len(owners) > 1 else (),
-            )
-            self._add_sound(event, at)
-            self._owners.asks(call_id, event.request_id)
-            self._refused_calls.discard(call_id)
-
-    def _owners_of(
-        self, handle: str | None, prompt: tuple[int, ...], caller: Caller
-    ) -> tuple[str, ...]:
-        if handle is not None:
-            return (named_request(handle, self._owners) or handle,)
-        try:
-            return self._owners.of(prompt, caller)
-        except UsageError:
-            return ("",)
-
-    def _reply(self, at: float, call_id: int, taken: Taken) -> None:
-        if self._was_refused(call_id):
-            return
-        tokens: tuple[int, ...] = ()
-        with self._refusing(at, "", call_id):
-            output = validate_output(taken.record(), "to_output")
-            tokens = output.token_ids
-            self._trace.add(Reply(call_id=call_id, output=output), at)
-        self._owners.answered(call_id, tokens)
-        self._trace.forget_call(call_id)
-
-    def _was_refused(self, call_id: int) -> bool:
-        """Return whether a call is not in the trace: then its end would be that of no call."""
-        try:
-            self._refused_calls.remove(call_id)
-        except KeyError:
-            return False
-        return True
-
-    def _lost(self, at: float, call_id: int, detail: str) -> None:
-        if self._was_refused(call_id):
-            return
-        self._owners.answered(call_id)
-        self._trace.add(Fault(what="lost-reply", call_id=call_id, detail=detail), at)
-        self._trace.forget_call(call_id)
-
-    def _unreadable(self, at: float, text: str, call_id: int | None, request_id: str = "") -> None:
-        if call_id is not None:
-            if self._was_refused(call_id):
-                return
-            self._owners.answered(call_id)
-        self._trace.add_unreadable(text, at, call_id=call_id, request_id=request_id)
-
-    def _observation(self, at: float, taken: Taken) -> None:
-        with self._refusing(at, taken.request_id):
-            event: Observation = taken.record()
-            event = replace(event, token_ids=as_tokens(event.token_ids))
-            self._add_sound(event, at)
-            self._owners.extend(event.request_id, event.token_ids)
-
-    def _plain(self, at: float, kind: type[Event], values: Mapping[str, Any]) -> None:
-        values = dict(values)
-        for name, choices in (("mode", PauseMode), ("phase", UpdatePhase)):
-            if name in values:
-                values[name] = choices(values[name])
-        self._add_sound(kind(**values), at, f"{kind.kind}: ")
-
-    def _batch(self, at: float, name: str, samples: list[Taken], rows: list[Taken]) -> None:
-        if self._batches is None:
-            self._batches = self._open_batches()
-        taken = tuple(
-            validate_rollout(sample.record(), "The caller of batch()") for sample in samples
-        )
-        declared = self._trace.contract.columns
-        made = tuple(validate_row(row.record(), "The caller of batch()", declared) for row in rows)
-        event = Batch(name=name, samples=taken, rows=made)
-        misfit = misfit_of(event)
-        if misfit is not None:
-            raise UsageError(f"batch(): {misfit}")
-        self._batches.add(event, at)
 
 
 def _begun(_at: float, exchanges: ExchangeRecorder, exchange: Exchange) -> None:
