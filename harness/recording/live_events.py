@@ -31,8 +31,9 @@ from rollproof.core.record_validation import (
     validate_request,
     validate_rollout,
     validate_row,
+    validate_samples,
 )
-from rollproof.core.records import as_tokens
+from rollproof.core.records import Rollout, as_tokens
 from rollproof.errors import RollproofError, UsageError
 from rollproof.recording.background_writer import Dropped
 from rollproof.recording.live_trace import LiveTrace, WallClock
@@ -108,14 +109,23 @@ class LiveEvents:
             self.owners.begin(request)
             self.trace.add(Submit(request=request), at)
 
-    def result(self, at: float, request_id: str, taken: Taken, error: str | None) -> None:
-        """Write the end of a request."""
+    def result(
+        self, at: float, request_id: str, taken: list[Taken], several: bool, error: str | None
+    ) -> None:
+        """Write the end of a request, whose samples came as a list if there are ``several``."""
         with self._refusing(at, request_id):
-            rollout = taken.record()
-            if rollout is not None:
-                dtypes = self.trace.contract.dtypes
-                rollout = validate_rollout(rollout, "The caller of result()", dtypes)
-            self._add_sound(Result(request_id=request_id, rollout=rollout, error=error), at)
+            records = [sample.record() for sample in taken]
+            samples: tuple[Rollout, ...] = ()
+            if records != [None]:
+                value = records if several else records[0]
+                samples = validate_samples(value, "The caller of result()", self.trace.contract)
+            event = Result(
+                request_id=request_id,
+                rollout=samples[-1] if samples else None,
+                earlier=samples[:-1],
+                error=error,
+            )
+            self._add_sound(event, at)
         if isinstance(request_id, str):
             self.owners.end(request_id)
 

@@ -177,15 +177,16 @@ class LiveRecorder:
         function: Callable[..., Any],
         *,
         to_request: Callable[..., Request],
-        to_record: Callable[[Any], Rollout],
+        to_record: Callable[[Any], Rollout | Sequence[Rollout]],
     ) -> Callable[..., Any]:
         """Wrap the stack's rollout function, sync or async; each call is one request.
 
         Args:
             function: The function.
             to_request: Returns the request, of the arguments of a call.
-            to_record: Returns the sample, of what the function returned; not called for ``None``
-                (the sample was dropped).
+            to_record: Returns the sample, of what the function returned, or a list of samples if
+                the contract says that there may be several; not called for ``None`` (the sample
+                was dropped).
         """
         _check_callable("rollout()", function=function, to_request=to_request, to_record=to_record)
 
@@ -201,7 +202,7 @@ class LiveRecorder:
                 rollout = None
                 if native is not None:
                     rollout = self._attempt("to_record", to_record, native)
-                    if not isinstance(rollout, Rollout):
+                    if not isinstance(rollout, Rollout | list | tuple):
                         self._trouble(f"to_record returned {show(rollout)}", request_id)
                         return
                 self.result(rollout, request_id=request_id)
@@ -297,17 +298,21 @@ class LiveRecorder:
 
     def result(
         self,
-        rollout: Rollout | None = None,
+        rollout: Rollout | Sequence[Rollout] | None = None,
         *,
         request_id: str | None = None,
         error: str | None = None,
     ) -> None:
-        """Record the end of a request: the sample that reaches the trainer, an error, or neither if
-        it was dropped.
+        """Record the end of a request: the sample that reaches the trainer (a list of them if the
+        contract says that there may be several), an error, or neither if it was dropped.
         """
-        taken = Taken(rollout)
-        ended = taken.request_id if request_id is None else request_id
-        self._put(self._events.result, ended, taken, error, size=taken.size)
+        several = isinstance(rollout, list | tuple)
+        taken = [Taken(sample) for sample in (rollout if several else (rollout,))]
+        ended = request_id
+        if ended is None:
+            ended = next((sample.request_id for sample in taken if sample.request_id), "")
+        size = sum(sample.size for sample in taken)
+        self._put(self._events.result, ended, taken, several, error, size=size)
 
     def batch(
         self, samples: Iterable[Rollout], rows: Iterable[BatchRow], *, name: str = "batch"

@@ -238,7 +238,7 @@ class LiveTrace:
         counts.events += 1
         counts.requests += isinstance(event, Submit)
         counts.calls += isinstance(event, Call)
-        counts.samples += isinstance(event, Result) and event.rollout is not None
+        counts.samples += len(event.samples) if isinstance(event, Result) else 0
 
 
 def _request_of(event: Event) -> str:

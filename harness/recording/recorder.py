@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,7 @@ from rollproof.core.events.rollout import (
 from rollproof.core.events.weights import Checksums
 from rollproof.core.files import check_target
 from rollproof.core.json_codec import misfit_of
-from rollproof.core.record_validation import validate_output, validate_request, validate_rollout
+from rollproof.core.record_validation import validate_output, validate_request, validate_samples
 from rollproof.core.records import EngineOutput, Request, Rollout, Scalar, Version, as_tokens
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import (
@@ -189,23 +189,27 @@ class Recording:
 
     def result(
         self,
-        rollout: Rollout | None = None,
+        rollout: Rollout | Sequence[Rollout] | None = None,
         *,
         request_id: str | None = None,
         error: str | None = None,
     ) -> None:
-        """Record the end of a request: a sample, an error, or neither if it was dropped."""
-        if rollout is not None:
-            rollout = validate_rollout(
-                rollout, "The caller of result()", self._header.contract.dtypes
-            )
-        ended = rollout.request_id if rollout is not None else request_id
+        """Record the end of a request: a sample (a list of them if the contract says that there may
+        be several), an error, or neither if it was dropped.
+        """
+        samples = self._samples_of(rollout, "The caller of result()")
+        ended = samples[0].request_id if samples else request_id
         if ended is None:
             raise UsageError(
                 "result() needs a rollout, or the request_id of the request that ended without one."
             )
         # Checked before the lock is taken, so that a wrong value leaves the recording as it was.
-        event = Result(request_id=ended, rollout=rollout, error=error)
+        event = Result(
+            request_id=ended,
+            rollout=samples[-1] if samples else None,
+            earlier=samples[:-1],
+            error=error,
+        )
         _refuse_misfit(event, "result()")
         with self._lock:
             if ended not in self._submitted:
@@ -221,13 +225,14 @@ class Recording:
         function: Callable[..., Any],
         *,
         to_request: Callable[..., Request],
-        to_record: Callable[[Any], Rollout],
+        to_record: Callable[[Any], Rollout | Sequence[Rollout]],
     ) -> Callable[..., Any]:
         """Wrap the stack's rollout function, sync or async; each call is recorded as one request.
 
         ``to_request`` gets the arguments of the call, ``to_record`` its result, unless that is
-        ``None`` (the sample was dropped). An exception is recorded as the end of the request, and
-        raised to the caller.
+        ``None`` (the sample was dropped); it returns the sample, or a list of samples if the
+        contract says that there may be several. An exception is recorded as the end of the
+        request, and raised to the caller.
         """
 
         def begin(*args: Any, **kwargs: Any) -> WatchedCall:
@@ -414,19 +419,39 @@ class Recording:
             self._recorder.record(event)
 
     def _record_end(
-        self, request: Request, native: Any, to_record: Callable[[Any], Rollout]
+        self,
+        request: Request,
+        native: Any,
+        to_record: Callable[[Any], Rollout | Sequence[Rollout]],
     ) -> None:
         if native is None:
             self.result(request_id=request.request_id)
             return
-        rollout = validate_rollout(to_record(native), "to_record", self._header.contract.dtypes)
+        samples = self._samples_of(to_record(native), "to_record")
         # The field's frameworks build samples from batches, where rows are easily swapped.
-        if rollout.request_id != request.request_id:
+        for sample in samples:
+            if sample.request_id != request.request_id:
+                raise SubjectError(
+                    f"to_record returned the rollout of request {sample.request_id!r} for request"
+                    f" {request.request_id!r}."
+                )
+        self.result(
+            samples if self._header.contract.delivers_several else samples[0],
+            request_id=request.request_id,
+        )
+
+    def _samples_of(
+        self, value: Rollout | Sequence[Rollout] | None, where: str
+    ) -> tuple[Rollout, ...]:
+        if value is None:
+            return ()
+        samples = validate_samples(value, where, self._header.contract)
+        names = {sample.request_id for sample in samples}
+        if len(names) > 1:
             raise SubjectError(
-                f"to_record returned the rollout of request {rollout.request_id!r} for request"
-                f" {request.request_id!r}."
+                f"{where} returned samples of the requests {sorted(names)} as those of one request."
             )
-        self.result(rollout)
+        return samples
 
     def _owners_of(self, handle: str | None, prompt_ids: tuple[int, ...]) -> tuple[str, ...]:
         if handle is None:

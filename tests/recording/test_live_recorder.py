@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,34 @@ def test_a_loop_is_judged_afterwards(
     assert expected == tuple(name for name in results.failed if name == "routes.rows")
     assert Verdict.PASS is results["stitch.tokens"].verdict
     assert "6 events, 1 request, 2 calls, 1 sample" == str(recorder.counts)
+
+
+def test_several_samples_of_a_request_are_one_result(tmp_path: Path) -> None:
+    """As a list, if the contract says that there may be several; otherwise the request is noted as
+    not recorded, and nothing reaches the loop.
+    """
+    samples = [
+        Rollout(
+            request_id="r1",
+            prompt_ids=(1,),
+            response_ids=(2, number),
+            finish_reason=FinishReason.STOP,
+        )
+        for number in range(3)
+    ]
+    several = replace(CONTRACT, samples="turn", multi_turn=True)
+    kinds = {}
+    for name, contract in (("one", CONTRACT), ("several", several)):
+        with rollproof.record_live(tmp_path, contract, name=name) as recorder:
+            recorder.submit(Request(request_id="r1", prompt_ids=(1,)))
+            recorder.result(samples, request_id="r1")
+        (path,) = recorder.paths
+        events = events_of(path)
+        kinds[name] = [event.kind for event in events]
+    assert {"one": ["submit", "unrecorded"], "several": ["submit", "result"]} == kinds
+    assert isinstance(events[1], Result)
+    assert [(2, 0), (2, 1), (2, 2)] == [sample.response_ids for sample in events[1].samples]
+    assert "2 events, 1 request, 0 calls, 3 samples" == str(recorder.counts)
 
 
 def test_engines_of_every_form_are_recorded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,29 @@ def test_a_correct_client_passes() -> None:
     assert trace.report.summary["pass"] > 10
     assert trace.report.canary is not None
     assert trace.report.canary.red
+
+
+def test_several_samples_of_a_request_are_one_result() -> None:
+    """A list of them, if the contract says that there may be several; all of one request."""
+
+    def sample(request_id: str, *ids: int) -> Rollout:
+        return Rollout(
+            request_id=request_id,
+            prompt_ids=(1,),
+            response_ids=ids,
+            finish_reason=FinishReason.STOP,
+        )
+
+    contract = replace(CONTRACT, samples="turn", multi_turn=True)
+    with pytest.raises(ConformanceError):
+        with rollproof.record(contract, only=["trajectory.sampled"]) as trace:
+            trace.submit(rollproof.Request(request_id="r1", prompt_ids=(1,)))
+            with pytest.raises(SubjectError, match="samples of the requests"):
+                trace.result([sample("r1", 2), sample("r2", 3)])
+            trace.result([sample("r1", 2), sample("r1", 3)])
+    assert ["trajectory.sampled"] == [result.id for result in trace.report.failed]
+    (result,) = [event for event in trace.recorded.events if isinstance(event, Result)]
+    assert [(2,), (3,)] == [each.response_ids for each in result.samples]
 
 
 def test_nothing_is_planted_where_nothing_is_clean() -> None:
