@@ -58,6 +58,7 @@ class WeightHistory:
     _unlabelled: set[Version] = field(default_factory=set)
     _left_with_old_label: set[Version] = field(default_factory=set)
     _loaded_by_harness: set[str] = field(default_factory=set)
+    _relabelled_by_harness: set[Key] = field(default_factory=set)
     _first_published: dict[Version, int] = field(default_factory=dict)
     _of_stack: set[Key] = field(default_factory=set)
     _asked_unlabelled: set[Version] = field(default_factory=set)
@@ -140,12 +141,17 @@ class WeightHistory:
         update without a label has ended.
 
         While an update runs, a label may follow the load. None follows its end: none was asked for.
+        A label of the harness decides nothing: a stack that counts its updates itself may come to
+        the same one.
         """
         if version in self._asked_labelled:
             return
         carried = self._updated()._carried.get(version, {})
         if any(
-            serving == version and label in carried and server not in self._loaded_by_harness
+            serving == version
+            and label in carried
+            and key(label) not in self._relabelled_by_harness
+            and server not in self._loaded_by_harness
             for server, (serving, label) in self._serving.items()
         ):
             self._left_with_old_label.add(version)
@@ -157,6 +163,8 @@ class WeightHistory:
             self._misplaced_at.add((event.server_id, key(event.label)))
         if event.label is not None and not event.by_harness:
             self._of_stack.add(key(event.label))
+        elif event.label is not None and not event.loaded:
+            self._relabelled_by_harness.add(key(event.label))
         self.updates.append(event)
 
     def is_misplaced(self, event: Weights) -> bool:

@@ -130,7 +130,9 @@ class _OnTheFly(EngineKeep):
     """
 
     def declared(self, fleet: Fleet) -> Contract:
-        return replace(super().declared(fleet), kv_policy="keep", versions="none")
+        return replace(
+            super().declared(fleet), kv_policy="keep", versions="none", updates_pause=False
+        )
 
     async def update_weights(self, version: int | None) -> None:
         for server in self.fleet.servers.values():

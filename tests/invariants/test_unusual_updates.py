@@ -108,7 +108,12 @@ class _OnTheFly(EngineKeep):
         self.turn = asyncio.Lock()
 
     def declared(self, fleet: Fleet) -> Contract:
-        return replace(super().declared(fleet), kv_policy=KvPolicy.KEEP, versions=Versions.NONE)
+        return replace(
+            super().declared(fleet),
+            kv_policy=KvPolicy.KEEP,
+            versions=Versions.NONE,
+            updates_pause=False,
+        )
 
     async def update_weights(self, version: int | None) -> None:
         weights = self.fleet.weights_of(version)

@@ -444,8 +444,9 @@ def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None
     result = pytester.runpytest_inprocess("-v")
     outcomes = result.parseoutcomes()
 
-    assert {"passed"} == set(outcomes)
-    assert outcomes["passed"] >= 20
+    # the check of sampling masks does not apply, in either form
+    assert {"passed", "skipped"} == set(outcomes)
+    assert (2, True) == (outcomes["skipped"], outcomes["passed"] >= 20)
     result.stdout.fnmatch_lines(
         ["*::test_batches[[]batch.*[]] PASSED*", "*::TestBatches::test_check[[]batch.*[]] PASSED*"]
     )

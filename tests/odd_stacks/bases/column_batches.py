@@ -47,9 +47,10 @@ class MaskedAndSorted(Padded):
         advantages, scores = np.zeros(len(row.token_ids)), np.zeros(len(row.token_ids))
         n = len(s.response_ids)
         advantages[P : P + n] = s.columns["advantages"] * self.mask(s)
-        if n:
+        trained = np.flatnonzero(self.mask(s)) if n else ()
+        if len(trained):
             # the last token that is trained, and not that of the environment
-            scores[P + int(np.flatnonzero(self.mask(s))[-1])] = s.values["scores"]
+            scores[P + int(trained[-1])] = s.values["scores"]
         return replace(
             row,
             columns={"advantages": advantages, "scores": scores},
