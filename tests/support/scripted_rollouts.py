@@ -23,7 +23,16 @@ from rollproof.verification.traces import judge
 from tests.support.trace_builder import TraceBuilder
 from tests.support.trace_script import TraceScript
 
-__all__ = ["REGISTRY", "ScriptedCall", "blamed", "sample_of", "script_rollout", "with_sample"]
+__all__ = [
+    "REGISTRY",
+    "RESUMED",
+    "SAMPLED",
+    "ScriptedCall",
+    "blamed",
+    "sample_of",
+    "script_rollout",
+    "with_sample",
+]
 
 REGISTRY = Registry([*stitch.CHECKS, *versions.CHECKS])
 _SAME = object()
@@ -229,3 +238,13 @@ def _sample(out: TraceScript, state: _ClientState, reason: str) -> dict[str, Any
         "finish_reason": FinishReason(reason),
         **tags.get(contract.versions, {}),
     }
+
+
+RESUMED = (
+    ScriptedCall(tokens=(11, 12, 13)),
+    ScriptedCall(tokens=(21, 22), version=1),
+    ScriptedCall(tokens=(31, 32, 33), version=1, reason="length"),
+)
+"""A rollout that was resumed twice, under newer weights."""
+SAMPLED = (11, 12, 13, 21, 22, 31, 32, 33)
+"""What the calls of ``RESUMED`` sampled."""
