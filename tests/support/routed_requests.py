@@ -21,9 +21,40 @@ from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
 from tests.support.trace_builder import TraceBuilder, contract
 
-__all__ = ["RoutedRequest", "Segment", "failing", "filler", "only_finding"]
+__all__ = [
+    "CONVENTIONS",
+    "MODELS",
+    "RoutedRequest",
+    "Segment",
+    "edited",
+    "failing",
+    "filler",
+    "only_finding",
+]
 
 REGISTRY = Registry(CHECKS)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dense first": {"num_layers": 4, "moe_layers": (1, 2, 3)},
+    "moe axis": {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": "moe"},
+    "wide": {"num_experts": 128, "top_k": 8, "num_layers": 6, "moe_layers": tuple(range(6))},
+    "many experts": {"num_experts": 300, "top_k": 3, "dtype": "uint16"},
+    "top 1": {"num_experts": 32, "top_k": 1, "dtype": "int32"},
+    "all experts": {"num_experts": 2, "top_k": 2},
+    "one layer": {"num_layers": 1, "moe_layers": (0,), "num_experts": 2, "top_k": 1},
+}
+"""Shapes of a model, as fields of a contract."""
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "T-1": {},
+    "latest prefill": {"provenance": "latest-prefill"},
+    "T, arange": {"rows": "T", "final_row": "arange"},
+    "T, minus one": {"rows": "T", "final_row": "minus-one", "dtype": "int32"},
+    "T, zeros": {"rows": "T", "final_row": "zeros", "filler": "zeros"},
+    "T, previous": {"rows": "T", "final_row": "previous"},
+    "prefix": {"rows": "captured-prefix"},
+}
+"""What the rows of a sample are, as fields of a contract."""
 
 
 @dataclass(frozen=True)
@@ -197,3 +228,9 @@ def only_finding(judgement: Judgement, check_id: str) -> Finding:
     assert failing(judgement) == {check_id}
     (finding,) = judgement[check_id].findings
     return finding
+
+
+def edited(story: RoutedRequest, position: int | slice, value: Any) -> np.ndarray:
+    rows = story.good().copy()
+    rows[position] = value
+    return rows
