@@ -306,8 +306,8 @@ class LiveRecorder:
         """Record the end of a request: the sample that reaches the trainer (a list of them if the
         contract says that there may be several), an error, or neither if it was dropped.
         """
-        several = isinstance(rollout, list | tuple)
-        taken = [Taken(sample) for sample in (rollout if several else (rollout,))]
+        samples: Sequence[Any] = rollout if isinstance(rollout, list | tuple) else (rollout,)
+        several, taken = samples is rollout, [Taken(sample) for sample in samples]
         ended = request_id
         if ended is None:
             ended = next((sample.request_id for sample in taken if sample.request_id), "")
