@@ -16,7 +16,6 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import describe_error
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
-    Call,
     Fault,
     Observation,
     Reply,
@@ -138,20 +137,7 @@ class LiveEvents:
             call: EngineCall = taken.record()
             prompt = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
             owners = self._owners_of(call.request_id, prompt, caller)
-            event = Call(
-                call_id=call_id,
-                request_id=owners[0] if len(owners) == 1 else "",
-                server_id=call.server_id,
-                prompt_ids=prompt,
-                max_tokens=call.max_tokens,
-                sampling={} if call.sampling is None else dict(call.sampling),
-                media=call.media,
-                want_routes=call.want_routes,
-                want_logprobs=call.want_logprobs,
-                routes_start=call.routes_start,
-                want_sampling_mask=call.want_sampling_mask,
-                candidates=owners if len(owners) > 1 else (),
-            )
+            event = call.to_event(call_id, prompt, owners)
             self._add_sound(event, at)
             self.owners.asks(call_id, event.request_id)
             self._refused_calls.discard(call_id)

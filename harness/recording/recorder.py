@@ -76,6 +76,24 @@ class EngineCall:
     adapter: str | None = None
     want_sampling_mask: bool = False
 
+    def to_event(self, call_id: int, prompt_ids: tuple[int, ...], owners: tuple[str, ...]) -> Call:
+        """Return the event of the call; ``owners`` are the requests that may have made it."""
+        return Call(
+            call_id=call_id,
+            request_id=owners[0] if len(owners) == 1 else "",
+            server_id=self.server_id,
+            prompt_ids=prompt_ids,
+            max_tokens=self.max_tokens,
+            sampling={} if self.sampling is None else self.sampling,
+            media=self.media,
+            want_routes=self.want_routes,
+            want_logprobs=self.want_logprobs,
+            routes_start=self.routes_start,
+            adapter=self.adapter,
+            want_sampling_mask=self.want_sampling_mask,
+            candidates=owners if len(owners) > 1 else (),
+        )
+
 
 def record(
     contract: Contract,
@@ -469,21 +487,7 @@ class Recording:
         prompt_ids = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
         with self._lock:
             owners = self._owners_of(call.request_id, prompt_ids)
-            event = Call(
-                call_id=self._calls + 1,
-                request_id=owners[0] if len(owners) == 1 else "",
-                server_id=call.server_id,
-                prompt_ids=prompt_ids,
-                max_tokens=call.max_tokens,
-                sampling={} if call.sampling is None else call.sampling,
-                media=call.media,
-                want_routes=call.want_routes,
-                want_logprobs=call.want_logprobs,
-                routes_start=call.routes_start,
-                adapter=call.adapter,
-                want_sampling_mask=call.want_sampling_mask,
-                candidates=owners if len(owners) > 1 else (),
-            )
+            event = call.to_event(self._calls + 1, prompt_ids, owners)
             misfit = misfit_of(event)
             if misfit is not None:
                 raise SubjectError(f"to_call returned an unusable EngineCall: {misfit}.")

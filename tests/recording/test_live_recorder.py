@@ -102,6 +102,20 @@ def test_several_samples_of_a_request_are_one_result(tmp_path: Path) -> None:
     assert "2 events, 1 request, 0 calls, 3 samples" == str(recorder.counts)
 
 
+def test_the_adapter_that_a_call_names_is_recorded(tmp_path: Path) -> None:
+    """Without it, the checks of adapters would take the call for one of the base model."""
+
+    def call(prompt: list[int]) -> rollproof.EngineCall:
+        return rollproof.EngineCall(
+            prompt_ids=prompt, max_tokens=2, request_id="r1", adapter="policy"
+        )
+
+    with rollproof.record_live(tmp_path, CONTRACT, name="a") as recorder:
+        recorder.engine(lambda _prompt: (5,), to_call=call, to_output=output_of)([1])
+    (path,) = recorder.paths
+    assert ["policy"] == [event.adapter for event in events_of(path) if isinstance(event, Call)]
+
+
 def test_engines_of_every_form_are_recorded(tmp_path: Path) -> None:
     """Coroutines, async generators and remote methods; what they return is unchanged."""
 
